@@ -1,0 +1,95 @@
+"""Every stage, precision, accumulation, world size and peculiar model against the one reference.
+
+float32 cells: relative 1e-5, absolute 1e-6 against plain PyTorch over the whole global batch. 16-bit cells keep the same
+tolerance, since `tests.reference` does the same arithmetic with the same 16-bit weights: what is left are float32 sums of the
+same terms in another order. On two ranks a sum has one order, so stages are compared bit for bit there: 0 with 1 and 2 with
+3 always, and all four where there is one micro-batch (stages 0 and 1 sum micro-batches first, 2 and 3 sum ranks first).
+
+One call on the ranks runs many cells, and tells of all that differ, not only of the first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import pytest
+import torch.distributed as dist
+
+from tests.harness import ranks
+from tests.models import CASES
+from tests.reference import Recipe, Record, compare, compare_bits, digest, train_sharded
+
+CLIP = 0.1
+"""Below the gradient norm of every model at its first step."""
+
+STAGES = (0, 1, 2, 3)
+
+
+def check(recipes: Iterable[Recipe], stages: tuple[int, ...] = STAGES) -> None:
+    """Train each recipe at each stage on the ranks of this process group; fail with every difference found."""
+    problems = [problem for recipe in recipes for problem in _check_recipe(recipe, stages)]
+    assert not problems, f"{len(problems)} differences\n" + "\n".join(problems[:40])
+
+
+def _check_recipe(recipe: Recipe, stages: tuple[int, ...]) -> list[str]:
+    records = {stage: train_sharded(recipe, stage) for stage in stages}
+    problems = []
+    for stage, record in records.items():
+        digests: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(digests, digest(record))
+        if len(set(digests)) > 1:
+            problems.append(f"{_label(recipe, stage)}: ranks hold different weights, losses or norms")
+        if dist.get_rank() == 0:
+            problems += [f"{_label(recipe, stage)}: {problem}" for problem in compare(record, recipe)]
+    if recipe.world == 2:
+        problems += _compare_stages(recipe, records)
+    return problems
+
+
+def _compare_stages(recipe: Recipe, records: dict[int, Record]) -> list[str]:
+    pairs = [(0, 1), (2, 3)] if recipe.accumulation > 1 else [(0, 1), (1, 2), (2, 3)]
+    return [
+        f"{_label(recipe, one)} and stage {other} differ in bits: {problem}"
+        for one, other in pairs
+        if one in records and other in records
+        for problem in compare_bits(records[one], records[other])
+    ]
+
+
+def _label(recipe: Recipe, stage: int) -> str:
+    clipped = f" clip {recipe.clip}" if recipe.clip else ""
+    kind = f"{recipe.precision} {recipe.optimizer}{clipped}"
+    return f"[{recipe.case} stage {stage} {kind} accumulation {recipe.accumulation} world {recipe.world}]"
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", CASES)
+def test_models_at_every_stage(name: str) -> None:
+    check([Recipe(name, 2, optimizer="adamw", clip=CLIP)])
+
+
+@ranks(1, 3)
+@pytest.mark.parametrize("name", ["transformer", "tied_embedding", "tiny", "scalars"])
+def test_other_world_sizes(name: str, world_size: int) -> None:
+    check([Recipe(name, world_size, accumulation=3, clip=CLIP)], stages=(1, 3))
+
+
+@ranks(2)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["transformer", "adapted", "frozen_integers", "siamese", "complex"])
+def test_sixteen_bits(name: str, precision: str) -> None:
+    check([Recipe(name, 2, accumulation=3, precision=precision, optimizer="adamw", clip=CLIP)])
+
+
+@pytest.mark.slow
+@ranks(1, 2, 3, timeout=300.0)
+@pytest.mark.parametrize("name", CASES)
+def test_full_matrix(name: str, world_size: int) -> None:
+    recipes = [
+        Recipe(name, world_size, accumulation, precision, optimizer, clip)
+        for precision, accumulation, (optimizer, clip) in itertools.product(
+            CASES[name].precisions, (1, 3), (("sgd", CLIP), ("adamw", 0.0))
+        )
+    ]
+    check(recipes)
