@@ -1,0 +1,34 @@
+"""Shardwise trains PyTorch models that do not fit in one device's memory, behind one JSON configuration.
+
+Names are imported when they are first used, so that `import shardwise` costs little more than `import torch`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise import comm, utils, zero
+    from shardwise.comm import init_distributed
+    from shardwise.engine import Engine
+    from shardwise.entry import initialize
+
+__version__ = "0.1.0"
+
+__all__ = ["Engine", "__version__", "comm", "init_distributed", "initialize", "utils", "zero"]
+
+_HOMES = {"Engine": "shardwise.engine", "init_distributed": "shardwise.comm", "initialize": "shardwise.entry"}
+_MODULES = ("comm", "utils", "zero", "errors")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"shardwise.{name}")
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -30,9 +30,7 @@ class Axis:
     def __post_init__(self) -> None:
         if len(set(self.ranks)) != len(self.ranks) or self.rank not in self.ranks:
             raise LayoutError(
-                explain(
-                    f"axis {self.name!r} is not a line of distinct ranks through rank {self.rank}", found=f"{self.ranks}"
-                )
+                explain(f"axis {self.name!r} is not a line of distinct ranks through rank {self.rank}", found=f"{self.ranks}")
             )
 
     @property
@@ -50,7 +48,8 @@ class Axis:
 class DataMesh:
     """The data-parallel ranks as a grid of `replicate x shard`.
 
-    Parameters are cut along `shard` and copied along `replicate`; `data` is their product, the ranks that see different samples.
+    Parameters are cut along `shard` and copied along `replicate`; `data` is their product, the ranks that see different
+    samples.
     """
 
     data: Axis

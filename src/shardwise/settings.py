@@ -1,0 +1,80 @@
+"""From the configuration format to the terms the engine works in.
+
+Owns that translation, which is the only place that knows both. Refuses to know modules and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from shardwise.config import Config
+from shardwise.policy import STAGES, Policy, Precision
+
+__all__ = ["dtype_named", "make_policy", "make_precision", "state_dtype"]
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "float": torch.float32,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def dtype_named(name: str | None) -> torch.dtype | None:
+    """The dtype that a configuration value means; the configuration has checked the name."""
+    return None if name is None else _DTYPES[name.removeprefix("torch.").lower()]
+
+
+def make_precision(config: Config, data_ranks: int) -> Precision:
+    """The dtypes a configuration asks for.
+
+    Args:
+        config: resolved configuration.
+        data_ranks: over how many ranks gradients are summed; `prescale_gradients` divides by it beforehand.
+    """
+    low_precision_master = config.bf16.enabled and config.bf16.bf16_master_weights_and_grads
+    compute = torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else None
+    accumulate = dtype_named(config.data_types.grad_accum_dtype)
+    autocast = dtype_named(config.torch_autocast.dtype) if config.torch_autocast.enabled else None
+    return Precision(
+        compute=compute,
+        low_precision_master=low_precision_master,
+        accumulate=accumulate or (torch.bfloat16 if low_precision_master else None),
+        communicate=dtype_named(config.communication_data_type),
+        pinned=tuple(config.data_types.keep_in_fp32_modules),
+        predivide=float(data_ranks) if config.prescale_gradients else config.gradient_predivide_factor,
+        autocast=autocast,
+        cast_inputs=config.fp16.enabled and config.fp16.auto_cast,
+    )
+
+
+def make_policy(config: Config, data_ranks: int) -> Policy:
+    """The rules a configuration asks for."""
+    zero = config.zero_optimization
+    return Policy(
+        stage=STAGES[zero.stage],
+        precision=make_precision(config, data_ranks),
+        persist_below=zero.stage3_param_persistence_threshold,
+        prefetch_elements=min(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters),
+        units=tuple(zero.units),
+        leaf_modules=(*zero.leaf_module.classes, *zero.leaf_module.names, *_as_patterns(zero.leaf_module.name_suffixes)),
+    )
+
+
+def state_dtype(config: Config) -> torch.dtype | None:
+    """Dtype of optimizer moments; None for that of the master weights."""
+    if not config.bf16.enabled:
+        return None
+    if config.bf16.bf16_optimizer_states:
+        return torch.bfloat16
+    return torch.float32 if config.bf16.bf16_master_weights_and_grads else None
+
+
+def _as_patterns(suffixes: Iterable[str]) -> list[str]:
+    return [f"*{suffix}" for suffix in suffixes]

@@ -1,0 +1,161 @@
+"""`Buffer`: the parameters of one unit that are treated alike, side by side in one 1-D storage that is cut over the shard axis.
+
+Owns the binding between `nn.Parameter` objects and the storage. Refuses to know when anything is gathered, optimizers and
+checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.layout import Layout, Slot
+from shardwise.mesh import Axis
+from shardwise.zero.released import ReleasedParameter, placeholder
+
+if TYPE_CHECKING:
+    from shardwise.comm import Storage
+
+__all__ = ["Buffer", "BufferKey", "Member", "as_storage", "storage_dtype_of"]
+
+_REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class BufferKey:
+    """Parameters with equal keys share a buffer.
+
+    Args:
+        group: index of the optimizer's parameter group; None for parameters that no optimizer updates.
+        dtype: dtype of the storage (the real dtype for complex parameters).
+        small: whether the parameters are below the persistence threshold.
+        shard: axis the buffer is cut over.
+        replicate: axis that holds equal copies of each chunk.
+    """
+
+    group: int | None
+    dtype: torch.dtype
+    small: bool
+    shard: Axis
+    replicate: Axis
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A parameter and its place.
+
+    Args:
+        parameter: the user's object, never replaced.
+        slot: where it lies in the buffer; `slot.name` is its first name in the model.
+        index: its number among all parameters of the engine.
+    """
+
+    parameter: nn.Parameter
+    slot: Slot
+    index: int
+
+    @property
+    def name(self) -> str:
+        """First name of the parameter in the model."""
+        return self.slot.name
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The parameter-shaped view of its slot in a full-length buffer (complex for complex parameters)."""
+        part = flat[self.slot.offset : self.slot.stop]
+        if self.slot.request.width == 2:
+            return torch.view_as_complex(part.view(*self.slot.shape, 2))
+        return part.view(self.slot.shape)
+
+
+class Buffer:
+    """Bytes with a `Layout` on an axis.
+
+    Args:
+        key: what the members have in common.
+        layout: where they lie.
+        members: one per slot, in slot order.
+        storage: the bytes, allocated by the transport.
+        resident: whether the gathered copy stays for good.
+    """
+
+    def __init__(self, key: BufferKey, layout: Layout, members: Sequence[Member], storage: Storage, *, resident: bool) -> None:
+        self.key = key
+        self.layout = layout
+        self.members = tuple(members)
+        self.storage = storage
+        self.resident = resident
+        self.master: Tensor | None = None  # 1-D, this rank's chunk, in the master dtype; `storage.shard` itself if equal
+        # Views outlive a release: they share the storage that is emptied and refilled (see "Same storage" in unit.py).
+        self._views = [member.view(storage.full) for member in self.members] if storage.is_live else []
+        self._placeholders: list[Tensor] = []
+
+    @property
+    def trainable(self) -> bool:
+        """Whether an optimizer updates these parameters."""
+        return self.key.group is not None
+
+    @property
+    def interval(self) -> tuple[int, int]:
+        """The part of the buffer that rests on this rank, in storage elements."""
+        return self.layout.interval(self.key.shard.index)
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's chunk of the weights, 1-D, in the storage dtype."""
+        return self.storage.shard
+
+    @property
+    def address(self) -> int:
+        """Where the gathered bytes are, to recognise views of them."""
+        return self.storage.full.untyped_storage().data_ptr()
+
+    def bind(self) -> None:
+        """Point every parameter at the gathered bytes."""
+        if not self._views:
+            self._views = [member.view(self.storage.full) for member in self.members]
+        for member, view in zip(self.members, self._views, strict=True):
+            member.parameter.__class__ = nn.Parameter
+            # `.data`, so that writes through the buffer do not bump the parameter's version counter.
+            member.parameter.data = view
+
+    def unbind(self) -> None:
+        """Put placeholders where the values were."""
+        if not self._placeholders:
+            self._placeholders = [placeholder(m.slot.shape, m.parameter.dtype, self.shard.device) for m in self.members]
+        for member, nan in zip(self.members, self._placeholders, strict=True):
+            member.parameter.data = nan
+            member.parameter.__class__ = ReleasedParameter
+
+    def own_pieces(self) -> Iterator[tuple[Member, int, int]]:
+        """The parts of members in this rank's chunk, as `(member, first, last + 1)` in elements of the chunk."""
+        start, stop = self.interval
+        for index, first, last in self.layout.pieces(start, stop):
+            yield self.members[index], first - start, last - start
+
+    def write(self, full: Tensor) -> None:
+        """Replace the weights: `full` has the layout's total length, any floating dtype, equal on all ranks.
+
+        The chunk of a separate master copy is taken from `full` before it is rounded to the storage dtype.
+        """
+        start, stop = self.interval
+        if self.storage.is_live:
+            self.storage.full.copy_(full)
+        self.shard.copy_(full[start:stop])
+        if self.master is not None and self.master is not self.shard:
+            self.master.copy_(full[start:stop])
+
+
+def as_storage(value: Tensor) -> Tensor:
+    """The elements of a parameter or gradient as the buffer holds them: 1-D, row-major, complex numbers as pairs of reals."""
+    if value.is_complex():
+        value = torch.view_as_real(value.resolve_conj())
+    return value.reshape(-1)
+
+
+def storage_dtype_of(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of the buffer that holds parameters of `dtype`."""
+    return _REAL.get(dtype, dtype)

@@ -1,0 +1,125 @@
+"""What a parameter is while its bytes are not there.
+
+The `nn.Parameter` object a user holds never changes identity. While its unit is released, two things stand in for it: its data
+is a full-shape, stride-0 view of one NaN (so shape and numel stay true and a read is loudly NaN), and its class is
+`ReleasedParameter`, through which torch tells us about every operation that touches it. An operation inside a running forward
+pass fetches the weights on demand (a parameter used outside the module that owns it); elsewhere a write raises and says what to
+do. A live parameter is a plain `nn.Parameter` again, so the normal path pays nothing.
+
+`homes` maps a parameter to the unit that holds it. It is the one directory of the process: `GatheredParameters(params)` and the
+`safe_get_*` family receive bare parameters and have nothing else to start from. Entries die with their parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardwise.errors import ParameterError
+
+if TYPE_CHECKING:
+    from shardwise.zero.unit import Home
+
+__all__ = ["ReleasedParameter", "homes", "placeholder"]
+
+homes: MutableMapping[Tensor, Home] = WeakIdKeyDictionary()
+
+_HOW_TO_WRITE = """parameter {name!r} is sharded and cannot be {verb} here: only its shape is present on this rank.
+Gather it first; edits made by the named rank reach every rank and the master weights:
+    with shardwise.zero.GatheredParameters([parameter], modifier_rank=0):
+        if rank == 0:
+            parameter.data.normal_()"""
+
+# Operations that ask about a parameter without reading or writing its values.
+_ABOUT = frozenset(
+    """shape size numel dim ndim dtype device layout requires_grad requires_grad_ is_leaf grad grad_fn output_nr names
+    is_floating_point is_complex is_sparse is_quantized is_meta is_cuda is_cpu is_mps is_xpu is_xla is_mkldnn is_nested
+    is_inference is_pinned is_shared is_signed is_contiguous stride storage_offset element_size itemsize nbytes get_device
+    nelement ndimension register_hook register_post_accumulate_grad_hook retain_grad retains_grad _backward_hooks
+    _post_accumulate_grad_hooks _version __len__ __repr__ __format__ __hash__""".split()  # noqa: SIM905 - one name a line would be a page
+)
+_ABOUT_AS_VALUE = frozenset(("zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "full_like", "result_type"))
+
+
+class ReleasedParameter(nn.Parameter):
+    """A parameter whose values rest in shards. Made and unmade by `Unit`; users see it only by its type."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Gather on demand, refuse a write, or let the placeholder answer."""
+        kwargs = kwargs or {}
+        found = [leaf for leaf in _leaves((args, kwargs)) if type(leaf) is ReleasedParameter]
+        operation, is_set = _operation(func)
+        if not (operation in _ABOUT or operation in _ABOUT_AS_VALUE):
+            for parameter in found:
+                home = homes.get(parameter)
+                if home is not None and home.unit.fetch():
+                    continue
+                if is_set or _writes(operation, parameter, args, kwargs):
+                    refuse(parameter, "written")
+        still = [parameter for parameter in found if type(parameter) is ReleasedParameter]
+        for parameter in still:
+            parameter.__class__ = nn.Parameter
+        try:
+            return func(*args, **kwargs)
+        finally:
+            for parameter in still:
+                parameter.__class__ = ReleasedParameter
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:  # a copy of the placeholder would be silently NaN
+        refuse(self, "copied")
+
+    def __reduce_ex__(self, proto: Any) -> NoReturn:  # likewise a file of NaN
+        refuse(self, "pickled")
+
+
+def refuse(parameter: Tensor, verb: str) -> NoReturn:
+    """Raise the error for an operation that needs values which are not here."""
+    home = homes.get(parameter)
+    raise ParameterError(_HOW_TO_WRITE.format(name=home.name if home else "?", verb=verb))
+
+
+def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A view of one NaN (0 for integers, which have none) with every stride 0: true shape, no memory."""
+    nan = dtype.is_floating_point or dtype.is_complex
+    return torch.full((), float("nan") if nan else 0, dtype=dtype, device=device).expand(shape)
+
+
+def _operation(func: Callable[..., Any]) -> tuple[str, bool]:
+    """Name of the operation, and whether it assigns the `data` attribute."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        return attribute, name == "__set__" and attribute == "data"
+    return name, False
+
+
+def _writes(operation: str, parameter: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if any(leaf is parameter for leaf in _leaves(kwargs.get("out"))):
+        return True
+    in_place = (operation.endswith("_") and not operation.endswith("__")) or (
+        operation.startswith("__i") and operation not in ("__invert__", "__index__", "__int__")
+    )
+    target = args[0] if args else next(iter(kwargs.values()), None)
+    return (in_place or operation == "__setitem__") and any(leaf is parameter for leaf in _leaves(target))
+
+
+def _leaves(value: Any) -> Iterable[Any]:
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _leaves(item)
+    else:
+        yield value
