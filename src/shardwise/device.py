@@ -74,9 +74,9 @@ def choose_device(local_rank: int | None = None, *, world_size: int = 1) -> torc
 
 
 def use_device(device: torch.device) -> None:
-    """Make an accelerator the current one of this process. Nothing for the CPU."""
-    if device.type != "cpu" and device.index is not None:
-        torch.accelerator.set_device_index(device.index)
+    """Make an accelerator, given with its index, the current one of this process. Nothing for the CPU."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
 
 
 def backend_for(device: torch.device) -> str:

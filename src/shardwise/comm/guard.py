@@ -1,0 +1,334 @@
+"""The guard against ranks that ask for different collectives.
+
+Owns the agreement on what comes next, the watch over what does not finish, and the errors that say which rank did what.
+Refuses to know tensors and process groups: it sees events and flights.
+
+How it works. Every rank keeps the history of events of each lane (the ranks of one axis) and guesses the next one from it
+(`Follower`). A rank whose next event is the guessed one goes on at once, without any message. A rank whose event is another
+one asks: it says what it wants, counts itself in at that number of the lane, and waits for all ranks of the lane. If all of
+them want the same, the event enters the history and everyone goes on. As ranks of equal history guess alike, at most one event
+can pass unasked, so a rank that deviates always knows it, and asks before it starts anything. The ranks that did not deviate
+have gone on and now wait inside that collective; they look up once a second, find somebody asking about a number that they
+passed with another event, and answer. Then every rank raises, with what each of them asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from shardwise.comm.channel import Channel, ChannelGone
+from shardwise.comm.events import Event, Follower
+from shardwise.comm.reports import Report, tell_apart
+from shardwise.comm.transport import Flight
+from shardwise.errors import DivergenceError, PeerLostError, ShardwiseError, StallError, UsageError, explain
+from shardwise.mesh import Axis
+
+__all__ = ["Guard", "Lane"]
+
+_ERRORS: dict[str, type[ShardwiseError]] = {"diverged": DivergenceError, "stalled": StallError, "lost": PeerLostError}
+_GRACE_S = 3.0  # to hear the other ranks out before an error is raised, and to let them hear this one
+_LOOK_S = 2.0  # between looks at the other ranks while this one is not waiting
+_COUNT = 1 << 48  # a counter holds the number of ranks above this bit and the sum of their digests below: 32767 ranks
+_SAME_ORDER = "run the same modules in the same order on every rank, or declare those that may differ as leaf modules"
+_SEE_OUTPUT = "look at the output of that rank for the reason"
+
+
+class Lane:
+    """The ranks of one axis, and what they have asked for so far."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self.key = "-".join(map(str, axis.ranks))
+        self.follower = Follower()
+        self.asking: Event | None = None
+        self.litter: list[str] = []
+
+    def label_at(self, sequence: int) -> str:
+        """What this rank asked for at that number; empty if it has not come there, or too long ago."""
+        asks_now = self.asking is not None and sequence == self.follower.count
+        event = self.asking if asks_now else self.follower.at(sequence)
+        return event.label if event else ""
+
+
+class Guard:
+    """Watches the collectives of one `Comm`.
+
+    Args:
+        axis: the ranks it may meet.
+        channel: how to talk to them.
+        watchdog_s: seconds after which a collective that does not finish is an error.
+        tick_s: seconds between looks at the other ranks while waiting.
+        on_failure: called once, before the first error is raised.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        channel: Channel,
+        watchdog_s: float,
+        *,
+        tick_s: float = 1.0,
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.failure = ""
+        self._axis = axis
+        self._rank = axis.rank
+        self._channel = channel
+        self._watchdog_s = watchdog_s
+        self._tick_s = tick_s + axis.size / 128  # the reports of n ranks are read by n ranks
+        self._on_failure = on_failure
+        self._lanes: dict[tuple[int, ...], Lane] = {}
+        self._by_key: dict[str, Lane] = {}
+        self._looked = time.monotonic()
+
+    def lane(self, axis: Axis) -> Lane:
+        """The lane of an axis; axes of the same ranks share one."""
+        if axis.ranks not in self._lanes:
+            if not set(axis.ranks) <= set(self._axis.ranks):
+                raise UsageError(
+                    explain(
+                        f"axis {axis.name!r} has ranks outside axis {self._axis.name!r}",
+                        expected=f"some of {self._axis.ranks}",
+                        found=f"{axis.ranks}",
+                    )
+                )
+            made = Lane(axis)
+            self._lanes[axis.ranks] = self._by_key[made.key] = made
+        return self._lanes[axis.ranks]
+
+    def before(self, lane: Lane, event: Event, *, agree: bool = False) -> int:
+        """Return once this rank may start `event`; the result is the event's number on the lane.
+
+        Args:
+            lane: the ranks that take part.
+            event: what this rank asks for.
+            agree: wait for the other ranks even if the event is the expected one. For whatever can finish on one rank before
+                the others have come, and for whatever needs to know that they have.
+
+        Raises:
+            DivergenceError: the ranks ask for different events.
+            StallError: another rank did not come in time.
+            PeerLostError: another rank is gone.
+            UsageError: this guard has raised before, or is closed.
+        """
+        if self.failure:
+            self._refuse()
+        sequence = lane.follower.count
+        if agree or not lane.follower.follow(event):
+            self._reach(lambda: self._agree(lane, event))
+        elif time.monotonic() - self._looked > _LOOK_S:
+            self._reach(lambda: self._look(lane, sequence, "runs"))
+        return sequence
+
+    def watch(self, flight: Flight, lane: Lane, sequence: int) -> None:
+        """Return once a flight has landed; errors as for `before`."""
+        if self.failure:
+            self._refuse()
+        started = time.monotonic()
+        patience = self._watchdog_s
+        try:
+            while not flight.poll(min(self._tick_s, patience)):
+                self._reach(lambda: self._look(lane, sequence, "waits"))
+                patience = started + self._watchdog_s - time.monotonic()
+                if patience <= 0:
+                    self._stalled(lane, sequence, f"{self._watchdog_s:.0f} s")
+        except ConnectionError as error:
+            self.lost(lane, sequence, error)
+        except TimeoutError:
+            self._stalled(lane, sequence, "the time limit of the process group")
+
+    def exchange(self, lane: Lane, event: Event, payload: bytes) -> list[bytes]:
+        """Every rank's payload, in axis order; errors as for `before`."""
+        if self.failure:
+            self._refuse()
+        keys = [f"object/{lane.key}/{lane.follower.count}/{index}" for index in range(lane.axis.size)]
+        mine = keys[lane.axis.index]
+        self._reach(lambda: self._channel.put(mine, payload))
+        self.before(lane, event, agree=True)
+        lane.litter.append(mine)
+        payloads: list[bytes] = []
+        self._reach(lambda: payloads.extend(self._channel.fetch(key) for key in keys))
+        return payloads
+
+    def lost(self, lane: Lane, sequence: int, error: Exception) -> NoReturn:
+        """A collective broke. Raises PeerLostError, or what the peer said before it went."""
+        limit = time.monotonic() + 1.0
+        while time.monotonic() < limit:
+            self._reach(lambda: self._look(lane, sequence, "waits"))
+            time.sleep(0.05)  # the system knows of a process's end a moment after its connections are closed
+        problem = f"the connection to another rank broke during {lane.label_at(sequence)}"
+        self._fail("lost", problem, found=str(error), do=_SEE_OUTPUT)
+
+    def close(self) -> None:
+        """Tell the others that this rank is done, and leave the channel. Never raises, and never waits long."""
+        if not self.failure:
+            try:
+                self._tell(Report(self._rank, "closed"))
+                self._linger()
+            except ChannelGone:
+                pass  # the others are done as well, or dead; neither matters to one who leaves
+        self.failure = self.failure or "it was closed"
+        self._channel.close()
+
+    # What follows runs only when there is something to ask, to wait for, or to complain about.
+
+    def _agree(self, lane: Lane, event: Event) -> None:
+        """Ask the ranks of the lane; return when all ask for the same."""
+        sequence, size = lane.follower.count, lane.axis.size
+        key, amount = f"count/{lane.key}/{sequence}", _COUNT | event.digest
+        lane.asking = event
+        self._say(lane, sequence, "asks")
+        started = looked = time.monotonic()
+        pause = 0.0
+        total = self._channel.add(key, amount)
+        while total // _COUNT < size:
+            time.sleep(pause)
+            pause = min(2 * pause + 0.0001, 0.01)
+            now = time.monotonic()
+            if now - looked > self._tick_s:
+                self._look(lane, sequence, "asks")
+                looked = now
+            if now - started > self._watchdog_s:
+                self._stalled(lane, sequence, f"{self._watchdog_s:.0f} s")
+            total = self._channel.add(key, 0)
+        if total != size * amount:
+            self._diverged(lane, sequence)
+        lane.asking = None
+        lane.follower.append(event)
+        # All ranks have come this far, so none will look again at what an earlier agreement left.
+        for old in lane.litter:
+            self._channel.forget(old)
+        lane.litter = [key] if lane.axis.index == 0 else []
+
+    def _look(self, lane: Lane, sequence: int, state: str) -> None:
+        """Say what this rank is doing, and raise if what the others say means that it cannot go on."""
+        self._say(lane, sequence, state)
+        self._looked = time.monotonic()
+        reports = self._hear(lane.axis)
+        for report in reports:
+            mine = self._by_key.get(report.lane)
+            label = mine.label_at(report.sequence) if mine else ""
+            if mine and label and report.label and label != report.label:
+                self._diverged(mine, report.sequence)
+        gone = self._channel.gone(report.rank for report in reports)
+        doing = f"rank {self._rank} {'was last in' if state == 'runs' else 'waits for'} {lane.label_at(sequence)}"
+        for report in reports:
+            if report.state == "failed":
+                self._fail(report.failure, f"rank {report.rank} has stopped", found=report.text)
+            if report.rank in gone and report.state != "closed":
+                self._fail("lost", f"the process of rank {report.rank} has ended", found=doing, do=_SEE_OUTPUT)
+            if state == "runs" or report.passed(lane.key, sequence):
+                continue
+            if report.state == "closed":
+                problem = f"rank {report.rank} has closed its engine while others go on"
+                self._fail("diverged", problem, found=doing, do="run the same number of steps on every rank")
+            if self._is_crossed(lane, report):
+                found = f"{doing}; rank {report.rank} waits for {report.label}"
+                self._fail("diverged", "ranks started collectives on two axes in different orders", found=found)
+
+    def _is_crossed(self, lane: Lane, report: Report) -> bool:
+        """Whether that rank waits for this one on another lane, where this one has not come so far: neither could go on."""
+        if report.state not in ("waits", "asks") or report.lane == lane.key:
+            return False
+        other = self._by_key.get(report.lane)
+        reached = other.follower.count if other else 0
+        return str(self._rank) in report.lane.split("-") and reached <= report.sequence
+
+    def _diverged(self, lane: Lane, sequence: int) -> NoReturn:
+        """Raise, with what every rank of the lane asked for."""
+        self._say(lane, sequence, "answers")
+        limit = time.monotonic() + _GRACE_S
+        while True:
+            others = self._hear(lane.axis)
+            heard = all((each.lane, each.sequence) == (lane.key, sequence) or each.state == "closed" for each in others)
+            if heard or time.monotonic() > limit:
+                break
+            time.sleep(0.01)
+        own = Report(self._rank, "asks", label=lane.label_at(sequence))
+        self._fail(
+            "diverged",
+            f"the ranks of axis {lane.axis.name!r} ask for different collectives (number {sequence} on this axis)",
+            expected="the same one on every rank",
+            found=tell_apart(sorted([own, *others], key=lambda each: each.rank), time.time()),
+            do=_SAME_ORDER,
+            about=(lane, sequence),
+        )
+
+    def _stalled(self, lane: Lane, sequence: int, limit: str) -> NoReturn:
+        others: list[Report] = []
+        self._reach(lambda: others.extend(self._hear(lane.axis)))
+        own = Report(self._rank, "waits", label=lane.label_at(sequence))
+        missing = [str(each.rank) for each in others if not each.passed(lane.key, sequence)]
+        self._fail(
+            "stalled",
+            f"{own.label} on axis {lane.axis.name!r} did not finish within {limit}",
+            expected=f"rank {', '.join(missing)} to take part" if missing else "",
+            found=tell_apart([own, *others], time.time()),
+            do="see what the rank that is missing was doing, or allow more time",
+        )
+
+    def _fail(
+        self,
+        kind: str,
+        problem: str,
+        *,
+        expected: str = "",
+        found: str = "",
+        do: str = "",
+        about: tuple[Lane, int] | None = None,
+    ) -> NoReturn:
+        """Remember, tell the others, raise."""
+        self.failure = explain(problem, expected=expected, found=found.rstrip("."), do=do)
+        self._on_failure()
+        report = Report(self._rank, "failed", failure=kind, text=self.failure)
+        if about is not None:
+            report.lane, report.sequence, report.label = about[0].key, about[1], about[0].label_at(about[1])
+        try:
+            self._tell(report)
+            self._linger()
+        except ChannelGone:
+            pass  # nobody is left to be told
+        raise _ERRORS[kind](self.failure)
+
+    def _refuse(self) -> NoReturn:
+        raise UsageError(
+            explain(
+                "communication has ended and cannot be used again",
+                found=f"the reason: {self.failure.rstrip('.')}",
+                do="end the job, or destroy the engine and the process group on every rank and start anew",
+            )
+        )
+
+    def _reach(self, action: Callable[[], None]) -> None:
+        """Do something that needs the side channel; without it this rank is as good as alone."""
+        try:
+            action()
+        except ChannelGone as gone:
+            host = self._channel.host
+            ended = bool(self._channel.gone([host]))
+            problem = f"the process of rank {host} has ended" if ended else f"rank {host} has left, or cannot be reached"
+            self._fail("lost", problem, found=f"its side channel is closed ({gone})", do=_SEE_OUTPUT)
+
+    def _say(self, lane: Lane, sequence: int, state: str) -> None:
+        self._tell(Report(self._rank, state, lane=lane.key, sequence=sequence, label=lane.label_at(sequence)))
+
+    def _tell(self, report: Report) -> None:
+        report.moment = time.time()
+        report.reached = {lane.key: lane.follower.count for lane in self._by_key.values()}
+        self._channel.tell(self._rank, report.message())
+
+    def _hear(self, axis: Axis) -> list[Report]:
+        """The reports of the other ranks of an axis."""
+        others = [rank for rank in axis.ranks if rank != self._rank]
+        return [Report.parse(rank, text) for rank, text in zip(others, self._channel.hear(others), strict=True)]
+
+    def _linger(self) -> None:
+        """The channel lives in one rank's process: that rank leaves last, within limits, so that the others hear it."""
+        limit = time.monotonic() + _GRACE_S
+        while self._rank == self._channel.host and time.monotonic() < limit:
+            present = [report.rank for report in self._hear(self._axis) if report.state not in ("failed", "closed")]
+            if not set(present) - set(self._channel.gone(present)):
+                break
+            time.sleep(0.005)

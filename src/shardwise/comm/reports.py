@@ -1,0 +1,81 @@
+"""What the ranks say of themselves through the side channel, and how it reads in an error.
+
+Owns the report and its wording. Refuses to know how reports travel and what is done about them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+
+__all__ = ["Report", "tell_apart"]
+
+_DID = {"runs": "was last seen after", "waits": "waits for", "asks": "asks for", "answers": "asks for", "failed": "asks for"}
+_SHOWN = 8  # lines of an error that name ranks
+
+
+@dataclass
+class Report:
+    """What a rank last said: what it is doing, and what it asked for at one place in the history of one lane."""
+
+    rank: int
+    state: str = "silent"
+    """runs, waits (in a collective it started), asks, answers, failed, closed; silent if it never said anything."""
+    moment: float = 0.0
+    """When, in seconds since the epoch on that rank's clock."""
+    lane: str = ""
+    sequence: int = -1
+    label: str = ""
+    """What it asked for at number `sequence` of `lane`."""
+    reached: dict[str, int] = field(default_factory=dict[str, int])
+    """By lane: how many events it has let pass."""
+    failure: str = ""
+    """The kind of error it stopped with."""
+    text: str = ""
+    """The message of that error."""
+
+    @classmethod
+    def parse(cls, rank: int, message: str) -> Report:
+        """The report in a message that was heard from `rank`."""
+        return cls(rank=rank, **json.loads(message)) if message else cls(rank=rank)
+
+    def message(self) -> str:
+        """The report as a message."""
+        fields = asdict(self)
+        del fields["rank"]
+        return json.dumps(fields)
+
+    def passed(self, lane: str, sequence: int) -> bool:
+        """Whether the rank had started number `sequence` of `lane` when it last said something."""
+        return self.reached.get(lane, 0) > sequence
+
+    def words(self, now: float) -> str:
+        """What the rank did, for people: the part of a sentence that follows "rank 3"."""
+        if self.state == "silent":
+            return "has not been heard from"
+        if not self.label:
+            return f"has {self.state}" if self.state in ("failed", "closed") else "has started nothing yet"
+        ago = f", {now - self.moment:.0f} s ago" if self.state == "runs" else ""
+        return f"{_DID.get(self.state, 'has closed after')} {self.label}{ago}"
+
+
+def tell_apart(reports: Iterable[Report], now: float) -> str:
+    """What the ranks did, ranks that did the same named together.
+
+    >>> a, b, c = (Report(rank, "asks", label=label) for rank, label in enumerate(("'x'", "'y'", "'x'")))
+    >>> tell_apart([a, b, c], 0.0)
+    "ranks 0, 2: asks for 'x'; rank 1: asks for 'y'"
+    """
+    groups: dict[str, list[int]] = {}
+    for report in reports:
+        groups.setdefault(report.words(now), []).append(report.rank)
+    parts = [f"{_name(ranks)}: {words}" for words, ranks in groups.items()]
+    if len(parts) > _SHOWN:
+        parts[_SHOWN:] = [f"and {len(parts) - _SHOWN} more"]
+    return "; ".join(parts)
+
+
+def _name(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
