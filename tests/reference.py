@@ -120,6 +120,7 @@ class Record:
         masters: the weights that the optimizer updates, after each step, by parameter name.
         weights: the weights that the model computes with, after each step, by parameter name.
         buffers: at the end, by name.
+        faces: dtype and shape that the parameters show outside of any use, after each step, by name.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -127,6 +128,7 @@ class Record:
     masters: list[Weights] = field(default_factory=list)
     weights: list[Weights] = field(default_factory=list)
     buffers: Weights = field(default_factory=dict)
+    faces: list[dict[str, tuple[torch.dtype, torch.Size]]] = field(default_factory=list)
 
 
 # ---- data
@@ -163,10 +165,11 @@ def train_reference(recipe: Recipe, replay: Sequence[Weights] = ()) -> Record:
         replay: weights to compute with after each step, in place of the rounded masters; only where some have 16 bits.
     """
     model = recipe.build()
+    originals = {name: _widen(parameter.detach()).clone() for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.data = parameter.data.to(_storage_dtype(parameter, recipe))
     if any(parameter.dtype in SIXTEEN_BIT for parameter in model.parameters()):
-        return _Widened(recipe, model).train(replay)
+        return _Widened(recipe, model, originals).train(replay)
     return _train_plainly(recipe, model)
 
 
@@ -197,12 +200,12 @@ def _train_plainly(recipe: Recipe, model: nn.Module) -> Record:
 
 
 class _Widened:
-    """Training with float32 masters of 16-bit weights."""
+    """Training with float32 masters of 16-bit weights. Masters begin with all digits that the model was built with."""
 
-    def __init__(self, recipe: Recipe, model: nn.Module) -> None:
+    def __init__(self, recipe: Recipe, model: nn.Module, originals: Weights) -> None:
         self.recipe, self.model = recipe, model
         self.parameters = _trainable(model)
-        self.masters = [(name, Parameter(_widen(parameter.detach()).clone())) for name, parameter in self.parameters]
+        self.masters = [(name, Parameter(originals[name])) for name, _ in self.parameters]
         self.optimizer = OPTIMIZERS[recipe.optimizer](self.masters)
         for (_, parameter), (_, master) in zip(self.parameters, self.masters, strict=True):
             parameter.register_post_accumulate_grad_hook(self._adder(master))
@@ -316,12 +319,13 @@ def _look(record: Record, model: nn.Module) -> None:
     """Note the weights as they are now."""
     from shardwise import utils, zero
 
+    record.faces.append({name: (parameter.dtype, parameter.shape) for name, parameter in model.named_parameters()})
     with zero.GatheredParameters(list(model.parameters())):
         weights = _copies(model.named_parameters())
     masters = {
         name: utils.safe_get_full_fp32_param(parameter)
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.dtype in SIXTEEN_BIT
+        if parameter.requires_grad and weights[name].dtype in SIXTEEN_BIT
     }
     record.weights.append(weights)
     record.masters.append({**weights, **_copies(masters.items())})
@@ -340,11 +344,13 @@ def compare(actual: Record, recipe: Recipe) -> list[str]:
         problems += _compare_numbers(f"step {step}: gradient norm", actual.norms[step], expected.norms[step])
         problems += _compare_weights(f"step {step}: master", actual.masters[step], expected.masters[step])
         for name, weight in actual.weights[step].items():
-            rounded = actual.masters[step][name].to(weight.dtype)
-            if not torch.equal(weight, rounded):
-                problems.append(f"step {step}: weight {name} is not its master rounded: {weight} != {rounded}")
-            if weight.dtype != expected.weights[step][name].dtype:
-                problems.append(f"step {step}: weight {name} has dtype {weight.dtype}")
+            right = expected.weights[step][name]
+            if not torch.equal(weight, actual.masters[step][name].to(weight.dtype)):
+                problems.append(f"step {step}: weight {name} is not its master rounded")
+            if weight.dtype != right.dtype:
+                problems.append(f"step {step}: weight {name} has dtype {weight.dtype}, expected {right.dtype}")
+            if actual.faces[step][name] != (right.dtype, right.shape):
+                problems.append(f"step {step}: weight {name} shows {actual.faces[step][name]} while it is not in use")
     for name, buffer in actual.buffers.items():
         if buffer.dtype != expected.buffers[name].dtype or buffer.shape != expected.buffers[name].shape:
             problems.append(f"buffer {name} is {buffer.dtype} {tuple(buffer.shape)}")
@@ -365,8 +371,10 @@ def _compare_weights(what: str, actual: Weights, expected: Weights) -> list[str]
         if actual[name].shape != value.shape or actual[name].dtype != value.dtype:
             problems.append(f"{what} {name}: {actual[name].dtype} {tuple(actual[name].shape)}, expected {value.dtype}")
         elif not torch.allclose(actual[name], value, rtol=RELATIVE, atol=ABSOLUTE):
-            worst = (actual[name] - value).abs().max().item()
-            problems.append(f"{what} {name}: off by {worst:.3g}: {actual[name]}, expected {value}")
+            off = (actual[name] - value).abs().flatten()
+            at = int(off.argmax())
+            found, right = (tensor.flatten()[at].item() for tensor in (actual[name], value))
+            problems.append(f"{what} {name}: off by {off[at].item():.3g} in element {at}: {found!r}, expected {right!r}")
     return problems
 
 

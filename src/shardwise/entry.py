@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from shardwise.comm import Comm, get_local_rank, get_rank, get_world_size, init_distributed, is_initialized
 from shardwise.config import Config, load_config
 from shardwise.data import build_loader
-from shardwise.device import choose_device
+from shardwise.device import choose_device, use_device
 from shardwise.engine import Engine, Parts
 from shardwise.errors import ConfigError, DivergenceError, ParameterError, UsageError, explain
 from shardwise.mesh import DataMesh
@@ -95,7 +95,8 @@ def initialize(
     rank, world = get_rank(), get_world_size()
     policy = make_policy(settings, world)
     mesh = DataMesh.grid(rank, world, world if policy.stage.sharded else 1)
-    device = choose_device(get_local_rank())
+    device = choose_device(get_local_rank(), world_size=world)
+    use_device(device)
     comm = Comm(mesh.data, watchdog_s=settings.watchdog_s)
     try:
         _check_agreement(comm, mesh, model, settings)

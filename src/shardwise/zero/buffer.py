@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Buffer", "BufferKey", "Member", "as_storage", "storage_dtype_of"]
 
 _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+_COMPLEX = {real: pair for pair, real in _REAL.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +126,13 @@ class Buffer:
     def unbind(self) -> None:
         """Put placeholders where the values were."""
         if not self._placeholders:
-            self._placeholders = [placeholder(m.slot.shape, m.parameter.dtype, self.shard.device) for m in self.members]
+            self._placeholders = [placeholder(m.slot.shape, self._dtype(m), self.shard.device) for m in self.members]
         for member, nan in zip(self.members, self._placeholders, strict=True):
             member.parameter.data = nan
             member.parameter.__class__ = ReleasedParameter
+
+    def _dtype(self, member: Member) -> torch.dtype:
+        return _COMPLEX[self.key.dtype] if member.slot.request.width == 2 else self.key.dtype
 
     def own_pieces(self) -> Iterator[tuple[Member, int, int]]:
         """The parts of members in this rank's chunk, as `(member, first, last + 1)` in elements of the chunk."""

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 
-from shardwise.comm import Comm, get_rank, get_world_size, init_distributed
+from shardwise.comm import Comm, get_local_rank, get_rank, get_world_size, init_distributed
 from shardwise.config import init_view
 from shardwise.device import choose_device
 from shardwise.errors import UsageError, explain
@@ -105,7 +105,8 @@ class _Sharder:
         rank, world = get_rank(), get_world_size()
         self.tops: dict[int, nn.Module] = {}  # modules that own parameters; what is not sharded at the end is a top's
         mesh = DataMesh.grid(rank, world, world)
-        self._site = Site(Comm(mesh.data), mesh, Policy(STAGES[3], persist_below=-1), choose_device(), groups={})
+        device = choose_device(get_local_rank(), world_size=world)
+        self._site = Site(Comm(mesh.data), mesh, Policy(STAGES[3], persist_below=-1), device, groups={})
         self._units: list[Unit] = []
         self._open: Unit | None = None
 
