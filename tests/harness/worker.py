@@ -174,7 +174,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 def _run_body(call: Call) -> Outcome:
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng():
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             warnings.resetwarnings()
             for action, message, category, module, line in reversed(call.warning_filters):
                 warnings.filterwarnings(action, message, category, module, line)
