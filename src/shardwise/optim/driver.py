@@ -110,30 +110,47 @@ class Driver(ABC):
     def state_bytes(self) -> int:
         """Bytes of state tensors resident on this rank."""
 
-    def state_dict(self) -> list[list[dict[str, Any]]]:
-        """Copies of the state of every piece, by shard and piece."""
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Copies of the state of every piece, by shard, with what tells one layout from another."""
         return [
-            [
-                {key: _copy(value) for key, value in self.piece_state(number, position).items()}
-                for position in range(len(shard.pieces))
-            ]
+            {"pieces": _extent(shard), "steps": list(shard.steps), "state": self._state_of(number)}
             for number, shard in enumerate(self.shards)
         ]
 
-    def load_state_dict(self, state: Sequence[Sequence[PieceState]]) -> None:
-        """Take over what `state_dict` gave for the same shards."""
-        if [len(shard.pieces) for shard in self.shards] != [len(pieces) for pieces in state]:
+    def _state_of(self, number: int) -> list[dict[str, Any]]:
+        states = (self.piece_state(number, position) for position in range(len(self.shards[number].pieces)))
+        return [{key: _copy(value) for key, value in state.items()} for state in states]
+
+    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
+        """Take over what `state_dict` gave for the same shards.
+
+        Raises:
+            UsageError: the state is of other parameters, or of other parts of them.
+        """
+        ours = [_extent(shard) for shard in self.shards]
+        theirs = [saved["pieces"] for saved in state]
+        if ours != theirs:
             raise UsageError(
                 explain(
                     "optimizer state does not fit this rank's shards",
-                    expected=f"{[len(shard.pieces) for shard in self.shards]} pieces per shard",
-                    found=f"{[len(pieces) for pieces in state]}",
-                    do="load the state on the same number of ranks and stage, or use a checkpoint of the engine",
+                    expected=_summary(ours),
+                    found=_summary(theirs),
+                    do="load it on the same rank of the same number of ranks, or use the engine's checkpoints",
                 )
             )
-        for number, pieces in enumerate(state):
-            for position, values in enumerate(pieces):
+        for number, (shard, saved) in enumerate(zip(self.shards, state, strict=True)):
+            for position, values in enumerate(saved["state"]):
                 self.load_piece_state(number, position, values)
+            shard.steps = list(saved["steps"])
+
+
+def _extent(shard: Shard) -> list[list[Any]]:
+    return [[piece.name, piece.offset, piece.stop - piece.start] for piece in shard.pieces]
+
+
+def _summary(extents: Sequence[Sequence[Sequence[Any]]]) -> str:
+    pieces = [piece for shard in extents for piece in shard]
+    return f"{len(pieces)} pieces with {sum(length for _, _, length in pieces)} elements, the first {pieces[:1]}"
 
 
 def cut(key: str, value: Any, piece: Piece) -> Any:

@@ -148,6 +148,11 @@ class _Params:
             )
         return int(value)
 
+    def require(self, *keys: str) -> None:
+        missing = [key for key in keys if key not in self._values]
+        if missing:
+            raise OptimizerError(explain(f"{self.name} needs {', '.join(missing)}"))
+
     def flag(self, key: str, default: bool) -> bool:
         return bool(self._values.get(key, default))
 
@@ -202,6 +207,7 @@ def _cosine(params: _Params, optimizer: Optimizer) -> GroupSchedule:
 
 def _one_cycle(params: _Params, optimizer: Optimizer) -> GroupSchedule:
     bases, weights = _base_lrs(optimizer)
+    params.require("cycle_min_lr", "cycle_max_lr")
     lows = params.per_group("cycle_min_lr", bases, weights, None)
     highs = params.per_group("cycle_max_lr", bases, weights, None)
     first, stairs = params.steps("cycle_first_step_size", 2000, least=1), params.steps("cycle_first_stair_count", 0)
