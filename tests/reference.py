@@ -31,6 +31,7 @@ __all__ = [
     "OPTIMIZERS",
     "Recipe",
     "Record",
+    "Way",
     "compare",
     "compare_bits",
     "config_for",
@@ -282,20 +283,36 @@ def config_for(recipe: Recipe, stage: int, **overrides: Any) -> dict[str, Any]:
     return {**config, **overrides}
 
 
-def train_sharded(recipe: Recipe, stage: int, **overrides: Any) -> Record:
+@dataclass(frozen=True)
+class Way:
+    """How a recipe is trained through Shardwise.
+
+    Args:
+        stage: ZeRO stage.
+        plain_loop: `loss.backward(); optimizer.step(); optimizer.zero_grad()` instead of the engine's methods.
+        sharded_init: build the model under `zero.Init`.
+        overrides: configuration keys that differ from `config_for`.
+    """
+
+    stage: int
+    plain_loop: bool = False
+    sharded_init: bool = False
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+
+def train_sharded(recipe: Recipe, way: Way) -> Record:
     """Train on the ranks of the current process group. Collective; the record is the same on every rank."""
     import shardwise
 
-    model = recipe.build()
-    engine, *_ = shardwise.initialize(
-        model=model,
-        optimizer=OPTIMIZERS[recipe.optimizer](_trainable(model)),
-        config=config_for(recipe, stage, **overrides),
-    )
+    config = config_for(recipe, way.stage, **way.overrides)
+    with shardwise.zero.Init(config_dict_or_path=config, enabled=way.sharded_init):
+        model = recipe.build()
+    optimizer = OPTIMIZERS[recipe.optimizer](_trainable(model))
+    engine, optimizer, *_ = shardwise.initialize(model=model, optimizer=optimizer, config=config)
     record = Record()
     with engine:
         for step in range(recipe.steps):
-            record.losses.append(_step(engine, recipe, step))
+            record.losses.append(_step(engine, recipe, step, optimizer if way.plain_loop else None))
             record.norms.append(float(engine.get_global_grad_norm()))
             assert engine.was_step_applied(), f"step {step} was skipped"
             _look(record, model)
@@ -303,13 +320,19 @@ def train_sharded(recipe: Recipe, stage: int, **overrides: Any) -> Record:
     return record
 
 
-def _step(engine: Any, recipe: Recipe, step: int) -> float:
+def _step(engine: Any, recipe: Recipe, step: int, optimizer: Any = None) -> float:
+    """One optimizer step; through the optimizer if there is one, else through the engine."""
     batch = global_batch(recipe, step)
     total = torch.zeros((), dtype=torch.float64)
     for micro_step in range(recipe.accumulation):
         loss = recipe.model.loss(engine, part_of(batch, recipe, dist.get_rank(), micro_step))
-        engine.backward(loss)
-        engine.step()
+        if optimizer is None:
+            engine.backward(loss)
+            engine.step()
+        else:
+            engine.scale(loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
         total += loss.detach().double()
     dist.all_reduce(total)
     return total.item() / (recipe.accumulation * recipe.world)

@@ -18,12 +18,13 @@ import torch.distributed as dist
 
 from tests.harness import ranks
 from tests.models import CASES
-from tests.reference import Recipe, Record, compare, compare_bits, digest, train_sharded
+from tests.reference import Recipe, Record, Way, compare, compare_bits, digest, train_sharded
 
 CLIP = 0.1
 """Below the gradient norm of every model at its first step."""
 
 STAGES = (0, 1, 2, 3)
+RELEASE_ALL = {"stage": 3, "stage3_param_persistence_threshold": 0}
 
 
 def check(recipes: Iterable[Recipe], stages: tuple[int, ...] = STAGES) -> None:
@@ -33,7 +34,7 @@ def check(recipes: Iterable[Recipe], stages: tuple[int, ...] = STAGES) -> None:
 
 
 def _check_recipe(recipe: Recipe, stages: tuple[int, ...]) -> list[str]:
-    records = {stage: train_sharded(recipe, stage) for stage in stages}
+    records = {stage: train_sharded(recipe, Way(stage)) for stage in stages}
     problems = []
     for stage, record in records.items():
         digests: list[str | None] = [None] * dist.get_world_size()
@@ -69,7 +70,7 @@ def test_models_at_every_stage(name: str) -> None:
     check([Recipe(name, 2, optimizer="adamw", clip=CLIP)])
 
 
-@ranks(1, 3)
+@ranks(1, 3, 4)
 @pytest.mark.parametrize("name", ["transformer", "tied_embedding", "tiny", "scalars"])
 def test_other_world_sizes(name: str, world_size: int) -> None:
     check([Recipe(name, world_size, accumulation=3, clip=CLIP)], stages=(1, 3))
@@ -80,6 +81,27 @@ def test_other_world_sizes(name: str, world_size: int) -> None:
 @pytest.mark.parametrize("name", ["transformer", "adapted", "frozen_integers", "siamese", "complex"])
 def test_sixteen_bits(name: str, precision: str) -> None:
     check([Recipe(name, 2, accumulation=3, precision=precision, optimizer="adamw", clip=CLIP)])
+
+
+VARIANTS = {
+    "plain loop": [(Way(stage), Way(stage, plain_loop=True)) for stage in STAGES],
+    "sharded construction": [(Way(3), Way(3, sharded_init=True))],
+    "persistent parameters": [(Way(3), Way(3, overrides={"zero_optimization": {"stage": 3}}))],
+    "no prefetch": [(Way(3), Way(3, overrides={"zero_optimization": {**RELEASE_ALL, "stage3_prefetch_bucket_size": 0}}))],
+}
+"""What must not change a bit."""
+
+
+@ranks(2)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", CASES)
+def test_variants_change_no_bit(name: str, variant: str) -> None:
+    recipe = Recipe(name, 2, optimizer="adamw", clip=CLIP)
+    problems = []
+    for one, other in VARIANTS[variant]:
+        records = train_sharded(recipe, one), train_sharded(recipe, other)
+        problems += [f"stage {one.stage}: {problem}" for problem in compare_bits(*records)]
+    assert not problems, "\n".join(problems)
 
 
 @pytest.mark.slow

@@ -51,10 +51,13 @@ def ranks(
                 arguments["world_size"] = world_size
             else:
                 arguments.pop("world_size", None)
+            failure, reports = None, []
             try:
                 reports = the_pool().run(target, world_size, (), arguments, options)
-            except RanksFailed as failure:
-                pytest.fail(str(failure), pytrace=False)
+            except RanksFailed as error:
+                failure = str(error)
+            if failure:  # outside of the handler, so that pytest does not show the same text twice
+                pytest.fail(failure, pytrace=False)
             if all(report.kind == "skipped" for report in reports):
                 pytest.skip(reports[0].text)
 
