@@ -51,10 +51,20 @@ class Placement:
 class Store(Protocol):
     """What is asked of a torch store; all of it raises `torch.distributed.DistError` when the connection breaks."""
 
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def add(self, key: str, amount: int, /) -> int: ...
-    def check(self, keys: list[str], /) -> bool: ...
+    def set(self, key: str, value: str, /) -> None:
+        """Write a value."""
+
+    def get(self, key: str, /) -> bytes:
+        """Read a value; waits for one that is not there."""
+        ...
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Count up, and return the new count."""
+        ...
+
+    def check(self, keys: list[str], /) -> bool:
+        """True when all keys have values."""
+        ...
 
 
 class _StoreLostError(Exception):
