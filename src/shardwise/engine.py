@@ -6,7 +6,7 @@ Owns the order in which the parts act. Refuses to know how any of them does its 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
@@ -146,7 +146,7 @@ class Engine(nn.Module):
             self._window.steps = steps
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> Generator[None]:
         """Collect gradients without communication; they are reduced in the next backward outside, or in the step.
 
         At stages 2 and 3 this keeps full gradients until then.
@@ -160,7 +160,7 @@ class Engine(nn.Module):
             self._runtime.synchronize = before
 
     @contextmanager
-    def inference(self) -> Iterator[nn.Module]:
+    def inference(self) -> Generator[nn.Module]:
         """Gather every unit once, in eval mode and without gradients, for evaluation or generation on the plain model.
 
         No communication happens inside, so ranks may run different numbers of forwards. Collective to enter and leave.
@@ -232,7 +232,7 @@ class Engine(nn.Module):
 
     def counters(self) -> dict[str, Any]:
         """Exact counts since the engine was made: collectives and bytes by kind, resident bytes by category."""
-        return self._parts.comm.ledger.snapshot()
+        return dict(self._parts.comm.ledger.snapshot())
 
     def memory_report(self) -> dict[str, int]:
         """Bytes that this rank holds for the model's state, and what it would hold unsharded.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardwise.layout import Layout, Slot
 from shardwise.mesh import Axis
-from shardwise.zero.released import ReleasedParameter, placeholder
+from shardwise.zero.released import ReleasedParameter, placeholder, retype
 
 if TYPE_CHECKING:
     from shardwise.comm import Storage
@@ -119,7 +119,7 @@ class Buffer:
         if not self._views:
             self._views = [member.view(self.storage.full) for member in self.members]
         for member, view in zip(self.members, self._views, strict=True):
-            member.parameter.__class__ = nn.Parameter
+            retype(member.parameter, nn.Parameter)
             # `.data`, so that writes through the buffer do not bump the parameter's version counter.
             member.parameter.data = view
 
@@ -129,7 +129,7 @@ class Buffer:
             self._placeholders = [placeholder(m.slot.shape, self._dtype(m), self.shard.device) for m in self.members]
         for member, nan in zip(self.members, self._placeholders, strict=True):
             member.parameter.data = nan
-            member.parameter.__class__ = ReleasedParameter
+            retype(member.parameter, ReleasedParameter)
 
     def _dtype(self, member: Member) -> torch.dtype:
         return _COMPLEX[self.key.dtype] if member.slot.request.width == 2 else self.key.dtype

@@ -6,7 +6,7 @@ mapping.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,7 +20,7 @@ from shardwise.layout import Layout, Request, pack
 from shardwise.mesh import DataMesh
 from shardwise.policy import Policy, Release, matches_module
 from shardwise.zero.buffer import Buffer, BufferKey, Member, as_storage, storage_dtype_of
-from shardwise.zero.discovery import Named, UnitPlan, class_names, plan_units
+from shardwise.zero.discovery import Named, UnitPlan, class_names, named_modules, plan_units
 from shardwise.zero.released import ReleasedParameter, homes
 from shardwise.zero.unit import Unit, provisional_units
 
@@ -162,12 +162,12 @@ def check_parameters(model: nn.Module) -> None:
 def _extent(tensor: Tensor) -> tuple[int, int, int]:
     """Address of the storage, and the first and one past the last byte of it that belong to the tensor."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.storage_offset()
+    start = int(tensor.storage_offset())
     return tensor.untyped_storage().data_ptr(), start * tensor.itemsize, (start + reach + 1) * tensor.itemsize
 
 
 @contextmanager
-def full_values(parameter: Tensor) -> Iterator[None]:
+def full_values(parameter: Tensor) -> Generator[None]:
     """The values of a parameter that may rest in shards (built under `zero.Init`); gathers for the time of the context."""
     with homes[parameter].unit.pinned() if isinstance(parameter, ReleasedParameter) else nullcontext():
         yield
@@ -179,7 +179,7 @@ def _pinned_parameters(model: nn.Module, patterns: tuple[str, ...]) -> set[nn.Pa
     for pattern in patterns:
         meant = {
             parameter
-            for name, module in model.named_modules()
+            for name, module in named_modules(model)
             if name and matches_module((pattern,), name, (*class_names(module), name.rpartition(".")[2]))
             for parameter in module.parameters()
         }

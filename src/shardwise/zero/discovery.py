@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, MutableSet, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from typing import Any
 from weakref import WeakSet
 
 from torch import nn
@@ -21,7 +22,7 @@ from torch import nn
 from shardwise.errors import ParameterError, explain
 from shardwise.policy import Policy, matches_module
 
-__all__ = ["Named", "UnitPlan", "class_names", "find_units", "leaf_modules", "plan_units"]
+__all__ = ["Named", "UnitPlan", "class_names", "find_units", "leaf_modules", "named_modules", "plan_units"]
 
 leaf_modules: MutableSet[nn.Module] = WeakSet()
 """Modules that `utils.set_z3_leaf_modules` marked. The call comes before any engine exists, so the mark needs a place of its
@@ -43,7 +44,13 @@ class UnitPlan:
 
     name: str
     module: nn.Module
-    parameters: list[Named] = field(default_factory=list)
+    parameters: list[Named] = field(default_factory=list[Named])
+
+
+def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """`model.named_modules()`, which torch leaves untyped: dotted names and modules, the model itself first."""
+    untyped: Any = model
+    return list(untyped.named_modules())
 
 
 def class_names(module: nn.Module) -> tuple[str, ...]:
@@ -77,7 +84,7 @@ def find_units(model: nn.Module, policy: Policy) -> list[tuple[str, nn.Module]]:
     """Modules to gather as one, as `(dotted name, module)`, without the model itself; shared modules once."""
     leaves = _find_leaves(model, policy)
     closed = {id(module) for leaf in leaves for module in leaf.modules()}
-    candidates = [(name, module) for name, module in model.named_modules() if name and id(module) not in closed]
+    candidates = [(name, module) for name, module in named_modules(model) if name and id(module) not in closed]
     if policy.units:
         found = [(name, m) for name, m in candidates if matches_module(policy.units, name, class_names(m))]
         _check_all_matched(policy.units, found, model, "zero_optimization.units")
@@ -110,7 +117,7 @@ def _repeated_blocks_below(parent: nn.Module, child: nn.Module) -> Iterator[nn.M
 def _find_leaves(model: nn.Module, policy: Policy) -> list[nn.Module]:
     named = [
         (name, module)
-        for name, module in model.named_modules()
+        for name, module in named_modules(model)
         if matches_module(policy.leaf_modules, name, class_names(module))
     ]
     _check_all_matched(policy.leaf_modules, named, model, "zero_optimization.leaf_module")
@@ -121,7 +128,7 @@ def _check_all_matched(patterns: Sequence[str], found: Iterable[tuple[str, nn.Mo
     found = list(found)
     for pattern in patterns:
         if not any(matches_module((pattern,), name, class_names(module)) for name, module in found):
-            known = sorted({type(module).__name__ for module in model.modules()} | {name for name, _ in model.named_modules()})
+            known = sorted({type(module).__name__ for module in model.modules()} | {name for name, _ in named_modules(model)})
             near = get_close_matches(pattern, known, n=3)
             raise ParameterError(
                 explain(

@@ -6,6 +6,8 @@ registered. The two functions exist because other libraries call them; they chec
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from shardwise.errors import ParameterError, explain
@@ -19,7 +21,8 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     Raises:
         ParameterError: the arguments are not a module and a parameter.
     """
-    if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
+    arguments: list[Any] = [module, parameter]
+    if not (isinstance(arguments[0], nn.Module) and isinstance(arguments[1], nn.Parameter)):
         raise ParameterError(
             explain(
                 "an external parameter is registered for a module",

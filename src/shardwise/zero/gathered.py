@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,15 +48,15 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        tensors = [params] if isinstance(params, Tensor) else list(params)
-        for tensor in tensors:
+        given: list[Any] = [params] if isinstance(params, Tensor) else list(params)
+        for tensor in given:
             if not isinstance(tensor, Tensor):
                 raise ParameterError(
                     explain(
                         "GatheredParameters takes tensors", expected="a Parameter or an iterable of them", found=repr(tensor)
                     )
                 )
-        unique = {id(tensor): tensor for tensor in tensors}.values() if enabled else ()
+        unique: list[Tensor] = list({id(tensor): tensor for tensor in given}.values()) if enabled else []
         held = [(tensor, home) for tensor in unique if (home := homes.get(tensor)) is not None and home.reference() is not None]
         self._homes: list[Home] = [home for _, home in held]
         self._others = [tensor for tensor in unique if homes.get(tensor) is None]

@@ -12,8 +12,8 @@ do. A live parameter is a plain `nn.Parameter` again, so the normal path pays no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from shardwise.errors import ParameterError
 if TYPE_CHECKING:
     from shardwise.zero.unit import Home
 
-__all__ = ["ReleasedParameter", "homes", "placeholder"]
+__all__ = ["ReleasedParameter", "homes", "placeholder", "retype"]
 
 homes: MutableMapping[Tensor, Home] = WeakIdKeyDictionary()
 
@@ -69,18 +69,23 @@ class ReleasedParameter(nn.Parameter):
                     refuse(parameter, "written")
         still = [parameter for parameter in found if type(parameter) is ReleasedParameter]
         for parameter in still:
-            parameter.__class__ = nn.Parameter
+            retype(parameter, nn.Parameter)
         try:
             return func(*args, **kwargs)
         finally:
             for parameter in still:
-                parameter.__class__ = ReleasedParameter
+                retype(parameter, ReleasedParameter)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:  # a copy of the placeholder would be silently NaN
         refuse(self, "copied")
 
     def __reduce_ex__(self, proto: Any) -> NoReturn:  # likewise a file of NaN
         refuse(self, "pickled")
+
+
+def retype(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
+    """Change what class a parameter is of; the object stays the same."""
+    cast("Any", parameter).__class__ = kind
 
 
 def refuse(parameter: Tensor, verb: str) -> NoReturn:
@@ -114,12 +119,12 @@ def _writes(operation: str, parameter: Tensor, args: tuple[Any, ...], kwargs: di
     return (in_place or operation == "__setitem__") and any(leaf is parameter for leaf in _leaves(target))
 
 
-def _leaves(value: Any) -> Iterable[Any]:
+def _leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, (list, tuple)):
-        for item in value:
+        for item in cast("list[Any]", value):
             yield from _leaves(item)
     elif isinstance(value, dict):
-        for item in value.values():
+        for item in cast("dict[Any, Any]", value).values():
             yield from _leaves(item)
     else:
         yield value

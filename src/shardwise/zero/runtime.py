@@ -19,7 +19,7 @@ auxiliary loss kept as an attribute, an output nobody can look into).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,7 +51,7 @@ class Frame:
 
     traffic: Traffic
     inputs: tuple[Tensor, ...] = ()  # the unit's own nodes of its inputs
-    borrowed: list[Traffic] = field(default_factory=list)  # other units whose parameters it reads
+    borrowed: list[Traffic] = field(default_factory=list[Traffic])  # other units whose parameters it reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +132,9 @@ class Runtime:
             for position, member in enumerate(buffer.members):
                 if gradients is not None:
                     hook = partial(self._deliver, traffic, gradients, position, member)
-                    yield member.parameter.register_post_accumulate_grad_hook(hook)
+                    yield _after_accumulation(member.parameter, hook)
                 elif member.parameter.requires_grad:  # no optimizer wants it, so nobody would ever free it
-                    yield member.parameter.register_post_accumulate_grad_hook(_discard)
+                    yield _after_accumulation(member.parameter, _discard)
 
     # -- forward ---------------------------------------------------------------------------------------------------------
 
@@ -236,7 +236,7 @@ class Runtime:
     # -- backward --------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def backward(self, *, reduce: bool) -> Iterator[None]:
+    def backward(self, *, reduce: bool) -> Generator[None]:
         """Announce a backward pass; its gradients are in place when the context closes.
 
         Args:
@@ -394,7 +394,8 @@ class Runtime:
         pending = [any(gradients.pending for gradients in traffic.gradients) for traffic in self._order]
         flags = torch.tensor([*self.delivered, *pending], dtype=torch.int32, device=self._root_device())
         self._comm.all_reduce(flags, self._data, "agree on gradients").wait()
-        agreed = [count > 0 for count in flags.tolist()]
+        counts: Any = flags
+        agreed: list[bool] = [count > 0 for count in counts.tolist()]
         for traffic, due in zip(self._order, agreed[len(self.parameters) :], strict=True):
             if due:
                 self._launch(traffic)
@@ -440,7 +441,7 @@ class Runtime:
         return self._modules[1:] or self._modules
 
     @contextmanager
-    def pinned(self) -> Iterator[None]:
+    def pinned(self) -> Generator[None]:
         """All weights, gathered once and kept until the end of the context."""
         with ExitStack() as stack:
             for unit in self.units:
@@ -461,7 +462,7 @@ class Runtime:
         parameters = sum(b.layout.used * b.key.dtype.itemsize for b in buffers)
         return {
             "parameters_resting": sum(b.storage.nbytes_resting for b in buffers),
-            "parameters_live_peak": counted["peak"].get("gathered parameters", 0),
+            "parameters_live_peak": counted["peak"].get("gathered", 0),
             "masters": held.get("master weights", 0),
             "gradients": held.get("gradients", 0) + held.get("full gradients", 0),
             "padding": sum(b.layout.padding * b.key.dtype.itemsize for b in buffers),
@@ -497,6 +498,11 @@ class Runtime:
 
     def _root_device(self) -> torch.device:
         return next((buffer.shard.device for unit in self.units for buffer in unit.buffers), torch.device("cpu"))
+
+
+def _after_accumulation(parameter: Any, hook: Callable[[nn.Parameter], None]) -> Any:
+    """Register a hook that runs when a parameter's gradient of a backward pass is complete (untyped in torch)."""
+    return parameter.register_post_accumulate_grad_hook(hook)
 
 
 def _discard(parameter: nn.Parameter) -> None:

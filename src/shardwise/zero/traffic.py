@@ -45,9 +45,9 @@ class Traffic:
     active: int = 0  # forward calls under way
     outstanding: int = 0  # uses whose backward is to come
     shadows: int = 0  # forwards without gradients that a reentrant checkpoint will run again during backward
-    running: list[Use] = field(default_factory=list)  # uses whose backward is under way
+    running: list[Use] = field(default_factory=list[Use])  # uses whose backward is under way
     touched: bool = False  # whether this pass has reached the unit
-    delivered: set[int] = field(default_factory=set)  # parameters whose gradient this pass has brought
+    delivered: set[int] = field(default_factory=set[int])  # parameters whose gradient this pass has brought
 
     def opened(self) -> Use:
         """A forward with gradients took place."""

@@ -38,9 +38,10 @@ def find_tensors(value: Any) -> list[Tensor]:
 
 
 def _children(item: Any) -> Iterator[Any]:
-    if isinstance(item, Mapping):
+    kind = _kind(item)
+    if issubclass(kind, Mapping):
         yield from item.values()
-    elif isinstance(item, (list, tuple, set, frozenset)):
+    elif issubclass(kind, (list, tuple, set, frozenset)):
         yield from item
     elif callable(item):
         return
@@ -51,27 +52,37 @@ def _children(item: Any) -> Iterator[Any]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Rebuild tuples, named tuples, lists, dicts and frozen or plain dataclasses with `function` applied to each tensor.
+    """Rebuild tuples, named tuples, lists, dicts and dataclasses with `function` applied to each tensor.
 
     Values of other classes are passed through untouched, as only their author knows how to copy them. Containers in which
     nothing changes are returned as they are.
     """
     if isinstance(value, Tensor):
         return function(value)
-    kind = type(value)
-    if kind in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_fields")):
-        items = [map_tensors(function, item) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
+    kind = _kind(value)
+    named = tuple in kind.__mro__ and hasattr(kind, "_fields")
+    if kind in (list, tuple) or named:
+        new = [map_tensors(function, item) for item in value]
+        if all(one is other for one, other in zip(new, value, strict=True)):
             return value
-        return kind(*items) if hasattr(value, "_fields") else kind(items)
+        return kind(*new) if named else kind(new)
     if kind is dict:
         entries = {key: map_tensors(function, item) for key, item in value.items()}
         return value if all(entries[key] is value[key] for key in value) else entries
-    if dataclasses.is_dataclass(value) and not isinstance(value, (type, Mapping)):
-        changes = {
-            field.name: new
-            for field in dataclasses.fields(value)
-            if field.init and (new := map_tensors(function, old := getattr(value, field.name, None))) is not old
-        }
-        return dataclasses.replace(value, **changes) if changes else value
+    if not issubclass(kind, Mapping) and dataclasses.is_dataclass(kind):
+        return _map_fields(function, value)
     return value
+
+
+def _kind(value: Any) -> Any:
+    return type(value)
+
+
+def _map_fields(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(value):
+        before = getattr(value, field.name, None)
+        after = map_tensors(function, before)
+        if field.init and after is not before:
+            changes[field.name] = after
+    return dataclasses.replace(value, **changes) if changes else value

@@ -10,7 +10,7 @@ Refuses to know hooks, the order of use, optimizers and checkpoints.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Generator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -119,7 +119,6 @@ class Unit:
         if self.state is not State.RESTING:
             return
         self._to(State.GATHERING)
-        self.comm.ledger.hold("gathered parameters", sum(buffer.storage.nbytes_full for buffer in self.moving))
         self._handles = [buffer.storage.gather(f"gather {self.name}") for buffer in self.moving]
 
     def gather(self) -> None:
@@ -144,7 +143,6 @@ class Unit:
             self.addresses.pop(buffer.address, None)
             buffer.unbind()
             buffer.storage.release()
-            self.comm.ledger.drop("gathered parameters", buffer.storage.nbytes_full)
         self._to(State.RESTING)
 
     def fetch(self) -> bool:
@@ -152,7 +150,7 @@ class Unit:
         return self.fetcher is not None and self.fetcher(self)
 
     @contextmanager
-    def pinned(self) -> Iterator[None]:
+    def pinned(self) -> Generator[None]:
         """Gather, and keep the weights while the context is open; released at the end if they rested before."""
         rested = self.state is not State.LIVE
         self.gather()
