@@ -116,9 +116,14 @@ class Engine(nn.Module):
         self._runtime.finish_pass()
         reduce = self._window.last_backward
         weight = self._window.add_backward(divide=scale_wrt_gas) * self._parts.scaler.scale
-        gradient = None if weight == 1.0 else torch.full_like(loss, weight)
-        with self._runtime.backward(reduce=reduce):
-            loss.backward(gradient=gradient, retain_graph=retain_graph)
+        # float(): a loss scale can be more than float16 holds
+        weighted = loss if weight == 1.0 else loss.float() * weight
+        try:
+            with self._runtime.backward(reduce=reduce):
+                weighted.backward(retain_graph=retain_graph)
+        except BaseException:
+            self._window.restart()
+            raise
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:

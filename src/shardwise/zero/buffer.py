@@ -117,7 +117,8 @@ class Buffer:
     def bind(self) -> None:
         """Point every parameter at the gathered bytes."""
         if not self._views:
-            self._views = [member.view(self.storage.full) for member in self.members]
+            with torch.inference_mode(False):  # views made in inference mode could never be trained on
+                self._views = [member.view(self.storage.full) for member in self.members]
         for member, view in zip(self.members, self._views, strict=True):
             retype(member.parameter, nn.Parameter)
             # `.data`, so that writes through the buffer do not bump the parameter's version counter.

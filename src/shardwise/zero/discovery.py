@@ -106,7 +106,7 @@ def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
 def _repeated_blocks_below(parent: nn.Module, child: nn.Module) -> Iterator[nn.Module]:
     inner = list(_repeated_blocks(child))
     if isinstance(parent, (nn.ModuleList, nn.Sequential)) and _has_parameters(child):
-        siblings = Counter(type(sibling) for sibling in parent.children() if _has_parameters(sibling))
+        siblings = Counter(type(sibling) for sibling in parent if _has_parameters(sibling))  # one used twice counts twice
         composed_inside = any(any(True for _ in block.children()) for block in inner)
         if siblings[type(child)] > 1 and not composed_inside:
             yield child

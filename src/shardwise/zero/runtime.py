@@ -18,6 +18,7 @@ auxiliary loss kept as an attribute, an output nobody can look into).
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -35,12 +36,15 @@ from shardwise.mesh import Axis
 from shardwise.policy import Policy, Reduce
 from shardwise.zero.buffer import Member
 from shardwise.zero.discovery import UnitPlan
+from shardwise.zero.gathered import commit
 from shardwise.zero.gradients import GradientPool, Gradients, Reduction
 from shardwise.zero.traffic import BackwardPass, Traffic, Use
-from shardwise.zero.trees import find_tensors, map_tensors
+from shardwise.zero.trees import find_tensors, map_direct
 from shardwise.zero.unit import State, Unit
 
 __all__ = ["Runtime"]
+
+log = logging.getLogger("shardwise")
 
 _IN_FLIGHT = 2  # reductions that may be under way at once; bounds the full-length gradient buffers that exist
 
@@ -127,6 +131,9 @@ class Runtime:
             for part in module.modules():
                 if part is not module and any(id(p) in direct for p in part.parameters(recurse=False)):
                     yield part.register_forward_pre_hook(self._enter_part, prepend=True)
+        yield module.register_load_state_dict_post_hook(partial(self._loaded, traffic.unit))
+        if traffic is self._root and self._moving:
+            yield module.register_state_dict_pre_hook(self._warn_of_placeholders)
         for buffer in traffic.unit.buffers:
             gradients = next((item for item in traffic.gradients if item.buffer is buffer), None)
             for position, member in enumerate(buffer.members):
@@ -173,9 +180,11 @@ class Runtime:
     def _watch_inputs(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Give the unit its own node of each input, whose gradient is known when this use has run backward.
 
-        The tensor itself would not do: its gradient is known only when all its users, in other units, have run too.
+        The tensor itself serves less well: its gradient is known only when all its users, in other units, have run too. It
+        has to do where it lies in a container that the unit may write into, which must stay its caller's.
         """
         own: dict[int, Tensor] = {}
+        containers: list[Any] = []
 
         def watch(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad:
@@ -184,8 +193,11 @@ class Runtime:
                 own[id(tensor)] = tensor.view_as(tensor)
             return own[id(tensor)]
 
-        watched = map_tensors(watch, args), map_tensors(watch, kwargs)
-        frame.inputs = tuple(own.values())
+        watched = (
+            tuple(map_direct(watch, value, containers) for value in args),
+            {key: map_direct(watch, value, containers) for key, value in kwargs.items()},
+        )
+        frame.inputs = (*own.values(), *(tensor for tensor in find_tensors(containers) if tensor.requires_grad))
         return watched
 
     def _leave(self, traffic: Traffic, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -199,11 +211,20 @@ class Runtime:
                 self._idle.append(borrowed)
             if frame.traffic is traffic:
                 break
+        self._keep_aliases(traffic, output)
         graph = self._watch_outputs(frame, output)
         if self._pass is None:  # otherwise this is a recomputation, and its backward follows at once
             self._idle.append(traffic)
         if traffic is self._root:
             self._leave_root(graph)
+
+    def _keep_aliases(self, traffic: Traffic, output: Any) -> None:
+        """An output may be a view of a weight: then the weight has to stay until the model has run."""
+        if not (traffic.unit.moving and self._stack):
+            return
+        if any(self._addresses.get(t.untyped_storage().data_ptr()) is traffic.unit for t in find_tensors(output)):
+            traffic.unit.pins += 1
+            self._stack[0].borrowed.append(traffic)
 
     def _watch_outputs(self, frame: Frame, output: Any) -> bool:
         """Prepare for the backward of this use. Returns whether there can be one."""
@@ -472,6 +493,20 @@ class Runtime:
                 b.layout.used * b.master.itemsize for b in buffers if b.master is not None and b.master is not b.shard
             ),
         }
+
+    def _loaded(self, unit: Unit, module: nn.Module, keys: Any) -> None:
+        """`load_state_dict` has written into gathered weights: shards and master weights follow."""
+        if unit.state is State.LIVE:
+            for home in unit.homes():
+                commit(home)
+            unit.version += 1
+
+    def _warn_of_placeholders(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if any(unit.state is State.RESTING for unit in self.units):
+            log.warning(
+                "state_dict() of a sharded model holds NaN in place of released weights; "
+                "read it inside `with engine.inference():`, where they are whole"
+            )
 
     def close(self, *, restore: bool) -> None:
         """Remove all hooks and free gradients.

@@ -5,6 +5,7 @@ Owns walking and rebuilding such values. Refuses to know what the tensors are fo
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["find_tensors", "map_tensors"]
+__all__ = ["find_tensors", "map_direct", "map_tensors"]
 
 _OPAQUE = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, nn.Module, type)
 _DEPTH = 12
@@ -38,7 +39,7 @@ def find_tensors(value: Any) -> list[Tensor]:
 
 
 def _children(item: Any) -> Iterator[Any]:
-    kind = _kind(item)
+    kind: Any = type(item)
     if issubclass(kind, Mapping):
         yield from item.values()
     elif issubclass(kind, (list, tuple, set, frozenset)):
@@ -46,7 +47,8 @@ def _children(item: Any) -> Iterator[Any]:
     elif callable(item):
         return
     elif hasattr(item, "__dict__"):
-        yield from vars(item).values()
+        attributes: Any = vars(item)
+        yield from attributes.values()
     elif dataclasses.is_dataclass(item):  # with __slots__
         yield from (getattr(item, field.name, None) for field in dataclasses.fields(item))
 
@@ -54,35 +56,60 @@ def _children(item: Any) -> Iterator[Any]:
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Rebuild tuples, named tuples, lists, dicts and dataclasses with `function` applied to each tensor.
 
-    Values of other classes are passed through untouched, as only their author knows how to copy them. Containers in which
-    nothing changes are returned as they are.
+    Values of other classes are passed through untouched, as only their author knows how to copy them; so is a container met
+    again inside itself. Containers in which nothing changes are returned as they are.
+    """
+    return _rebuild(function, value, ())
+
+
+def map_direct(function: Callable[[Tensor], Tensor], value: Any, rest: list[Any]) -> Any:
+    """Apply `function` to the tensors that stand alone or in tuples.
+
+    Anything else, which its receiver may write into, is the same object in the result and is appended to `rest`.
     """
     if isinstance(value, Tensor):
         return function(value)
-    kind = _kind(value)
-    named = tuple in kind.__mro__ and hasattr(kind, "_fields")
-    if kind in (list, tuple) or named:
-        new = [map_tensors(function, item) for item in value]
-        if all(one is other for one, other in zip(new, value, strict=True)):
-            return value
-        return kind(*new) if named else kind(new)
-    if kind is dict:
-        entries = {key: map_tensors(function, item) for key, item in value.items()}
-        return value if all(entries[key] is value[key] for key in value) else entries
-    if not issubclass(kind, Mapping) and dataclasses.is_dataclass(kind):
-        return _map_fields(function, value)
+    if _is_tuple(value):
+        return _same_or(value, [map_direct(function, item, rest) for item in value])
+    if not isinstance(value, _OPAQUE):
+        rest.append(value)
     return value
 
 
-def _kind(value: Any) -> Any:
-    return type(value)
+def _rebuild(function: Callable[[Tensor], Tensor], value: Any, around: tuple[int, ...]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if id(value) in around:
+        return value
+    around = (*around, id(value))
+    if _is_tuple(value) or type(value) is list:
+        return _same_or(value, [_rebuild(function, item, around) for item in value])
+    if type(value) is dict:
+        entries = {key: _rebuild(function, item, around) for key, item in value.items()}
+        return value if all(entries[key] is value[key] for key in value) else entries
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, Mapping)):
+        return _rebuild_dataclass(function, value, around)
+    return value
 
 
-def _map_fields(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    changes: dict[str, Any] = {}
-    for field in dataclasses.fields(value):
-        before = getattr(value, field.name, None)
-        after = map_tensors(function, before)
-        if field.init and after is not before:
-            changes[field.name] = after
-    return dataclasses.replace(value, **changes) if changes else value
+def _rebuild_dataclass(function: Callable[[Tensor], Tensor], value: Any, around: tuple[int, ...]) -> Any:
+    before = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    after = {name: _rebuild(function, item, around) for name, item in before.items()}
+    changes = {name: item for name, item in after.items() if item is not before[name]}
+    if not changes:
+        return value
+    made = copy.copy(value)  # `dataclasses.replace` would run the author's `__post_init__` a second time
+    for name, item in changes.items():
+        object.__setattr__(made, name, item)  # frozen ones refuse the ordinary way
+    return made
+
+
+def _is_tuple(value: Any) -> bool:
+    return type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields"))
+
+
+def _same_or(value: Any, items: list[Any]) -> Any:
+    """A container of the same class with these items; the same one if they are its items."""
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -105,14 +105,17 @@ class Unit:
         self.fetcher: Callable[[Unit], bool] | None = None  # gathers on demand, where that is allowed at this moment
         self.addresses: dict[int, Unit] = {}  # of gathered storages; a runtime shares one among its units
         self._handles: list[Handle] = []
-        for buffer in self.buffers:
-            for member in buffer.members:
-                homes[member.parameter] = Home(weakref.ref(self), buffer, member)
+        for home in self.homes():
+            homes[home.member.parameter] = home
 
     @property
     def moving_elements(self) -> int:
         """Storage elements that a gather brings."""
         return sum(buffer.layout.total for buffer in self.moving)
+
+    def homes(self) -> list[Home]:
+        """Where each parameter of the unit lives."""
+        return [Home(weakref.ref(self), buffer, member) for buffer in self.buffers for member in buffer.members]
 
     def start_gather(self) -> None:
         """Ask for the weights; returns at once. Does nothing unless the unit rests."""
