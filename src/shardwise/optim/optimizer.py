@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from shardwise.errors import OptimizerError, UsageError, explain
 from shardwise.optim.step import StepPath
 
-__all__ = ["ShardedOptimizer"]
+__all__ = ["ShardedOptimizer", "check_group"]
 
 
 class ShardedOptimizer(Optimizer):
@@ -159,7 +159,14 @@ class ShardedOptimizer(Optimizer):
                     "with requires_grad=True and learning rate 0",
                 )
             )
-        super().add_param_group(param_group)
+        # Not torch's own method: its first call imports torch.compile's machinery, which takes seconds.
+        group = check_group(param_group, len(self.param_groups))
+        taken = {id(param) for other in self.param_groups for param in other["params"]}
+        if any(id(param) in taken for param in group["params"]):
+            raise OptimizerError(explain("a parameter is in more than one parameter group", expected="each parameter once"))
+        for key, value in self.defaults.items():
+            group.setdefault(key, value)
+        self.param_groups.append(group)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: options of the groups, state of its pieces, and the loss scale."""
@@ -195,3 +202,25 @@ class ShardedOptimizer(Optimizer):
             group.update({key: value for key, value in saved.items() if key != "params"})
         if state_dict["loss_scale"]:
             self._path.scaler.load_state_dict(state_dict["loss_scale"])
+
+
+def check_group(group: dict[str, Any], number: int) -> dict[str, Any]:
+    """The same dict, with "params" a list of distinct tensors, and "param_names" if they came as (name, parameter) pairs.
+
+    Raises:
+        OptimizerError: something that cannot be optimized.
+    """
+    given: Any = group["params"]
+    unique: dict[int, Any] = {}
+    for item in [given] if isinstance(given, Tensor) else list(given):
+        unique.setdefault(id(cast("Any", item)[1] if isinstance(item, tuple) else item), item)
+    pairs = list(unique.values())
+    params: list[Any] = [item[1] if isinstance(item, tuple) else item for item in pairs]
+    if pairs and all(isinstance(item, tuple) for item in pairs):
+        group["param_names"] = [item[0] for item in pairs]
+    group["params"] = params
+    wrong: Any = next((param for param in params if not (isinstance(param, Tensor) and param.is_leaf)), None)
+    if wrong is not None:
+        what = "a tensor that was computed from others" if isinstance(wrong, Tensor) else type(wrong).__name__
+        raise OptimizerError(explain(f"parameter group {number} cannot be used", expected="parameters", found=what))
+    return group

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from shardwise.optim.builtin import RuleDriver
 from shardwise.optim.driver import Driver, Groups, PieceState
 from shardwise.optim.elementwise import check_elementwise, is_torch_elementwise, refuse_whole_tensor
 from shardwise.optim.lamb import LambDriver
-from shardwise.optim.optimizer import ShardedOptimizer
+from shardwise.optim.optimizer import ShardedOptimizer, check_group
 from shardwise.optim.rules import AdagradRule, AdamRule, LionRule, Rule, SgdRule, check_options
 from shardwise.optim.section import read_section, reject_unknown, same_name
 from shardwise.optim.shards import Shard
@@ -33,25 +33,35 @@ _log = logging.getLogger(__name__)
 
 MakeDriver = Callable[[Sequence[Shard]], Driver]
 
-_OWN_DEFAULTS: dict[str, dict[str, Any]] = {
-    "Lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False},
-    "Lamb": {
-        "lr": 1e-3,
-        "betas": (0.9, 0.999),
-        "eps": 1e-8,
-        "eps_inside_sqrt": False,
-        "weight_decay": 0.0,
-        "bias_correction": True,
-        "max_coeff": 10.0,
-        "min_coeff": 0.01,
-        "maximize": False,
-    },
-}
-_TORCH_RULES: dict[str, Callable[[], Rule]] = {
-    "Adam": partial(AdamRule, decoupled=False),
-    "AdamW": partial(AdamRule, decoupled=True),
-    "SGD": SgdRule,
-    "Adagrad": AdagradRule,
+
+@dataclass(frozen=True)
+class _BuiltIn:
+    """A rule of this package: its defaults, and how to drive it."""
+
+    defaults: Mapping[str, Any]
+    make: Callable[[Groups], MakeDriver]
+
+
+def _by_rule(rule: Rule) -> Callable[[Groups], MakeDriver]:
+    return lambda groups: partial(RuleDriver, rule=rule, groups=groups)
+
+
+_COMMON: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.0, "maximize": False}
+_MOMENTS: dict[str, Any] = {**_COMMON, "betas": (0.9, 0.999), "eps": 1e-8, "bias_correction": True}
+_ADAM: dict[str, Any] = {**_MOMENTS, "amsgrad": False, "decoupled_weight_decay": False}
+_SGD: dict[str, Any] = {**_COMMON, "momentum": 0.0, "dampening": 0.0, "nesterov": False}
+_ADAGRAD: dict[str, Any] = {**_COMMON, "lr": 1e-2, "lr_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10}
+_LAMB: dict[str, Any] = {**_MOMENTS, "eps_inside_sqrt": False, "max_coeff": 10.0, "min_coeff": 0.01}
+_LION: dict[str, Any] = {**_COMMON, "lr": 1e-4, "betas": (0.9, 0.99)}
+
+# The first four have torch's defaults, the others those of DeepSpeed.
+_BUILT_IN = {
+    "Adam": _BuiltIn(_ADAM, _by_rule(AdamRule(decoupled=False))),
+    "AdamW": _BuiltIn({**_ADAM, "weight_decay": 1e-2, "decoupled_weight_decay": True}, _by_rule(AdamRule(decoupled=True))),
+    "SGD": _BuiltIn(_SGD, _by_rule(SgdRule())),
+    "Adagrad": _BuiltIn(_ADAGRAD, _by_rule(AdagradRule())),
+    "Lion": _BuiltIn(_LION, _by_rule(LionRule())),
+    "Lamb": _BuiltIn(_LAMB, lambda groups: partial(LambDriver, groups=groups)),
 }
 # Options that choose an implementation; there is one.
 _INERT = ("torch_adam", "fused", "foreach", "capturable", "differentiable", "set_grad_none")
@@ -156,12 +166,12 @@ def _adopt(user: Optimizer, names: dict[int, str]) -> OptimizerPlan:
     if isinstance(user, ShardedOptimizer):
         raise OptimizerError(explain("this optimizer already belongs to an engine", do="give each engine its own optimizer"))
     _check_members(user.param_groups, names)
-    rule = _rule_for(type(user))
+    rule = _built_in(type(user))
     if rule is None:
         check_elementwise(user)
     face = _face(user.param_groups, user.defaults, user)
     label = type(user).__name__
-    make: MakeDriver = partial(TorchDriver, template=user) if rule is None else _rule_maker(rule(), face.param_groups)
+    make: MakeDriver = partial(TorchDriver, template=user) if rule is None else _BUILT_IN[rule].make(face.param_groups)
     return OptimizerPlan(face, label if rule else f"{label} (torch)", make, user, names)
 
 
@@ -169,19 +179,18 @@ def _from_class(kind: type[Any], groups: list[dict[str, Any]], params: dict[str,
     if not issubclass(kind, Optimizer):
         raise OptimizerError(explain(f"{kind.__name__} is not an optimizer", expected="a subclass of torch.optim.Optimizer"))
     refuse_whole_tensor(kind)
+    rule = _built_in(kind)
+    if rule is not None:
+        return _from_rule(rule, groups, params, names)
     try:
         if not is_torch_elementwise(kind):
             return _adopt(kind(groups, **params), names)
-        # Torch's own classes need not see the parameters, and some would allocate full-size state for them.
+        # Torch's own classes need not see the parameters.
         blank = kind([Parameter(torch.zeros(1))], **params)
     except (TypeError, ValueError) as error:
         raise OptimizerError(explain(f"{kind.__name__} cannot be made", found=str(error))) from error
     face = _face(groups, blank.defaults)
     _check_members(face.param_groups, names)
-    rule = _rule_for(kind)
-    if rule is not None:
-        return OptimizerPlan(face, kind.__name__, _rule_maker(rule(), face.param_groups), None, names)
-    blank.state.clear()
     blank.param_groups = [{**group, "params": []} for group in face.param_groups]
     return OptimizerPlan(face, f"{kind.__name__} (torch)", partial(TorchDriver, template=blank), None, names)
 
@@ -189,97 +198,59 @@ def _from_class(kind: type[Any], groups: list[dict[str, Any]], params: dict[str,
 def _from_config(section: Any, groups: list[dict[str, Any]], names: dict[int, str]) -> OptimizerPlan:
     kind, params = read_section(section)
     params = {key: value for key, value in params.items() if key not in _INERT}
-    own = same_name(kind, _OWN_DEFAULTS)
-    if own is not None:
-        return _own_rule(own, groups, params, names)
+    rule = same_name(kind, _BUILT_IN)
+    if rule is not None:
+        decoupled = bool(params.pop("adam_w_mode", True))
+        return _from_rule("AdamW" if rule == "Adam" and decoupled else rule, groups, _adam_params(rule, params), names)
     known = same_name(kind, [name for name in dir(torch.optim) if isinstance(getattr(torch.optim, name), type)])
     if known is None:
         raise OptimizerError(
             explain(
                 f"optimizer type {kind!r} is not known",
-                expected="Adam, AdamW, SGD, Adagrad, Lion, Lamb, or a class of torch.optim",
+                expected=f"{', '.join(_BUILT_IN)}, or a class of torch.optim",
                 do="or give an optimizer object or class to initialize()",
             )
         )
-    if known in ("Adam", "AdamW"):
-        return _adam(known, groups, params, names)
     return _from_class(getattr(torch.optim, known), groups, params, names)
 
 
-def _adam(kind: str, groups: list[dict[str, Any]], params: dict[str, Any], names: dict[int, str]) -> OptimizerPlan:
-    """Adam by configuration: decoupled weight decay unless `adam_w_mode` is false, and `bias_correction` can be turned off."""
-    decoupled = bool(params.pop("adam_w_mode", True)) or kind == "AdamW"
-    extra = {"bias_correction": bool(params.pop("bias_correction", True)), "decoupled_weight_decay": decoupled}
-    cls = torch.optim.AdamW if kind == "AdamW" else torch.optim.Adam
-    known = set(cls([Parameter(torch.zeros(1))]).defaults) - {"decoupled_weight_decay"}
-    reject_unknown(kind, params, {*known, "adam_w_mode", "bias_correction"} - set(_INERT))
-    plan = _from_class(cls, [{**extra, **group} for group in groups], params, names)
-    plan.description = "AdamW" if decoupled else "Adam"
-    return plan
+def _adam_params(kind: str, params: dict[str, Any]) -> dict[str, Any]:
+    # "Adam" with decoupled decay is AdamW, but its decay is 0 unless given.
+    return {"weight_decay": 0.0, **params} if kind == "Adam" else params
 
 
-def _own_rule(kind: str, groups: list[dict[str, Any]], params: dict[str, Any], names: dict[int, str]) -> OptimizerPlan:
-    defaults = _OWN_DEFAULTS[kind]
-    reject_unknown(kind, params, defaults)
-    face = _face(groups, {**defaults, **params})
+def _from_rule(kind: str, groups: list[dict[str, Any]], params: dict[str, Any], names: dict[int, str]) -> OptimizerPlan:
+    rule = _BUILT_IN[kind]
+    reject_unknown(kind, params, set(rule.defaults) - {"decoupled_weight_decay"})
+    face = _face(groups, {**rule.defaults, **params})
     _check_members(face.param_groups, names)
     for group in face.param_groups:
         check_options(kind, group)
-    if kind == "Lion":
-        return OptimizerPlan(face, kind, _rule_maker(LionRule(), face.param_groups), None, names)
-    return OptimizerPlan(face, kind, partial(LambDriver, groups=face.param_groups), None, names)
+    return OptimizerPlan(face, kind, rule.make(face.param_groups), None, names)
 
 
-def _rule_for(kind: type[Optimizer]) -> Callable[[], Rule] | None:
-    """The built-in rule that does exactly what a torch class does."""
-    return next((rule for name, rule in _TORCH_RULES.items() if getattr(torch.optim, name) is kind), None)
-
-
-def _rule_maker(rule: Rule, groups: Groups) -> MakeDriver:
-    return partial(RuleDriver, rule=rule, groups=groups)
+def _built_in(kind: type[Optimizer]) -> str | None:
+    """The rule that does exactly what a torch class does."""
+    return next((name for name in _BUILT_IN if getattr(torch.optim, name, None) is kind), None)
 
 
 def _face(groups: Sequence[dict[str, Any]], defaults: dict[str, Any], adopted: Optimizer | None = None) -> ShardedOptimizer:
-    try:
-        return ShardedOptimizer(groups, defaults, adopted)
-    except (TypeError, ValueError) as error:
-        raise OptimizerError(explain("the parameter groups cannot be used", found=str(error))) from error
+    return ShardedOptimizer(groups, defaults, adopted)
 
 
 def _as_groups(model_parameters: Iterable[Any] | None, named: Sequence[tuple[str, Tensor]]) -> list[dict[str, Any]]:
-    """Parameters, pairs or dicts as a list of group dicts, each parameter once. The user's dicts are kept."""
+    """Parameters, pairs or dicts as a list of group dicts. The user's dicts are kept."""
     if model_parameters is None:
         model_parameters = [param for _, param in named if param.requires_grad]
     items: list[Any] = list(model_parameters)
     if not any(isinstance(item, Mapping) for item in items):
-        return [{"params": _unique(items)}]
-    groups: list[dict[str, Any]] = []
-    for item in items:
-        group = cast("dict[str, Any]", item)
-        if not isinstance(item, dict) or "params" not in group:
-            raise OptimizerError(
-                explain(
-                    "model_parameters mixes groups with something else",
-                    expected="dicts with 'params'",
-                    found=repr(group),
-                )
-            )
-        members: Any = group["params"]
-        group["params"] = [members] if isinstance(members, Tensor) else _unique(members)
-        groups.append(group)
-    return groups
-
-
-def _unique(items: Iterable[Any]) -> list[Any]:
-    """Without repeats; an item is a parameter or a (name, parameter) pair."""
-    seen: set[int] = set()
-    kept: list[Any] = []
-    for item in items:
-        param = cast("Any", item[1] if isinstance(item, tuple) else item)
-        if id(param) not in seen:
-            seen.add(id(param))
-            kept.append(item)
-    return kept
+        items = [{"params": items}]
+    if not all(isinstance(item, dict) and "params" in item for item in items):
+        found = ", ".join(sorted({type(item).__name__ for item in items}))
+        raise OptimizerError(
+            explain("model_parameters mixes groups with something else", expected="dicts with 'params'", found=found)
+        )
+    return [check_group(group, number) for number, group in enumerate(items)]
 
 
 def _check_members(groups: Groups, names: Mapping[int, str]) -> None:

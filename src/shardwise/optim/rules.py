@@ -275,7 +275,7 @@ def check_options(rule: str, options: Options) -> None:
     Raises:
         OptimizerError: negative or non-finite numbers, or betas outside [0, 1).
     """
-    for key in ("lr", "weight_decay", "eps", "momentum", "lr_decay", "min_coeff", "max_coeff"):
+    for key in ("lr", "weight_decay", "eps", "momentum", "lr_decay", "initial_accumulator_value", "min_coeff", "max_coeff"):
         if key in options and not 0.0 <= float(options[key]) < float("inf"):
             raise OptimizerError(explain(f"{rule}: bad {key!r}", expected="a number of at least 0", found=str(options[key])))
     betas = options.get("betas", (0.0, 0.0))
