@@ -186,7 +186,7 @@ def test_background_processes_of_a_finished_job_are_ended_and_named(tmp_path: Pa
     done = run("--nproc", "1", write_script(tmp_path, body), "TOKEN")
     assert done.code == 0
     assert done.err.count("python") == 2
-    assert "ending background processes" in done.err
+    assert "ended background processes" in done.err
 
 
 def test_signals_for_the_program_are_passed_on(tmp_path: Path) -> None:

@@ -107,12 +107,16 @@ class Ending:
 
 @dataclass(slots=True)
 class JobEnding:
-    """How the job ended: its ranks, the signal that stopped the launcher if any, when it began and began to stop, leftovers."""
+    """How the job ended: its ranks, the signal that stopped the launcher if any, when it began and began to stop.
+
+    `background`: processes that ranks had left running and that had to be ended; `leftovers`: what could not be ended.
+    """
 
     ranks: list[Ending]
     began: float
     stop_signal: int | None = None
     stop_time: float | None = None
+    background: list[str] = field(default_factory=list)
     leftovers: list[str] = field(default_factory=list)
 
 
@@ -156,6 +160,8 @@ def report(job: JobEnding) -> str:
             for rank in job.ranks
             if rank.error is not None and not _is_interrupt(rank)
         ]
+    if job.background:
+        lines.append(f"shardwise run: ended background processes that the ranks had left: {', '.join(job.background)}")
     lines += [f"  still running, and the kernel does not let it go: {name}" for name in job.leftovers]
     if culprit is not None:
         lines += _last_words(culprit)

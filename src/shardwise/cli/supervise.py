@@ -44,6 +44,7 @@ _TICK = 0.5
 _REAP_EVERY = 10.0
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_IMPATIENT_SIGNALS = (signal.SIGINT, signal.SIGQUIT)
 _FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -114,9 +115,11 @@ class Supervisor:
     # Starting
 
     def _start_all(self, base: Mapping[str, str]) -> None:
-        self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__], stdin=subprocess.PIPE, start_new_session=True, bufsize=0
-        )
+        command = [sys.executable, "-I", "-S", guard.__file__]
+        try:
+            self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, bufsize=0)
+        except OSError as error:
+            raise LaunchError(explain("the launcher could not start its guard process", found=str(error))) from None
         for command in self._commands:
             self._start(command, command.environment(base))
         self._output.start()
@@ -247,20 +250,18 @@ class Supervisor:
             number = self._signals.pop(0)
             if number in _FORWARDED_SIGNALS:
                 self._signal_all(number)
-            elif self._ending.stop_signal is not None:
-                self._kill()
-            else:
+            elif self._ending.stop_signal is None:
                 self._stop_for(number)
+            elif number in _IMPATIENT_SIGNALS:  # not SIGTERM: a scheduler may send it twice, and the ranks may be saving
+                self._kill()
 
     def _stop_for(self, number: int) -> None:
         self._ending.stop_signal = number
         if self._deadline is not None:  # a failure is being cleaned up already
             return
-        self._say(
-            f"shardwise run: {signal.Signals(number).name}: stopping {len(self._ranks)} ranks"
-            + (" (Ctrl-C again: at once)" if number == signal.SIGINT else "")
-        )
         self._stop(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM, self._grace)
+        again = " (Ctrl-C again: at once)" if number == signal.SIGINT else ""
+        self._say(f"shardwise run: {signal.Signals(number).name}: stopping {len(self._ranks)} ranks{again}")
 
     def _stop(self, number: int, grace: float) -> None:
         self._ending.stop_time = time.monotonic()
@@ -310,8 +311,7 @@ class Supervisor:
             if not left:
                 return
             if step is None:
-                names = ", ".join(f"{process.name} ({process.pid})" for process in left)
-                self._say(f"shardwise run: ending background processes that the ranks left: {names}")
+                self._ending.background += [f"{process.name} (pid {process.pid})" for process in left]
         self._ending.leftovers += [f"{process.name} (pid {process.pid})" for process in self._leftovers(own)]
 
     def _leftovers(self, own: set[int]) -> list[processes.Process]:
