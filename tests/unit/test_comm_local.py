@@ -65,7 +65,7 @@ def test_storage_of_one_rank_is_whole() -> None:
 
 
 def test_more_ranks_need_a_process_group() -> None:
-    with pytest.raises(UsageError, match="'data' has 2 ranks and there is no process group.*init_distributed"):
+    with pytest.raises(UsageError, match=r"'data' has 2 ranks and there is no process group.*init_distributed"):
         Comm(Axis("data", (0, 1), 0))
 
 
@@ -171,7 +171,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         comm.all_gather(torch.zeros(2, 2), torch.zeros(2), axis, "w")
     with pytest.raises(UsageError, match="a contiguous tensor, found shape"):
         comm.all_reduce(torch.zeros(3, 2).t(), axis, "w")
-    with pytest.raises(UsageError, match="expected one of .*torch.float32.*found torch.bool"):
+    with pytest.raises(UsageError, match=r"expected one of .*torch.float32.*found torch.bool"):
         comm.all_reduce(torch.zeros(2, dtype=torch.bool), axis, "w")
     with pytest.raises(UsageError, match="expected a source index below 2, found 2"):
         comm.broadcast(floats, axis, 2, "w")

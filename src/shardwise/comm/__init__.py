@@ -6,15 +6,11 @@ process group. The only importer of torch.distributed's collectives. Refuses to 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+from shardwise.comm.bootstrap import get_local_rank, get_rank, get_world_size, init_distributed, is_initialized
 from shardwise.comm.communicator import Comm
 from shardwise.comm.handle import DONE, Handle
 from shardwise.comm.ledger import Ledger, Snapshot, difference
 from shardwise.comm.transport import LocalTransport, NullTransport, Storage, StorageSpec, Transport
-
-if TYPE_CHECKING:
-    from shardwise.comm.bootstrap import get_local_rank, get_rank, get_world_size, init_distributed, is_initialized
 
 __all__ = [
     "Comm",
@@ -34,11 +30,3 @@ __all__ = [
     "init_distributed",
     "is_initialized",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        import importlib
-
-        return getattr(importlib.import_module("shardwise.comm.bootstrap"), name)
-    raise AttributeError(name)

@@ -107,9 +107,9 @@ class StoreChannel:
             self.tell(axis.rank, "")
             self.add("present", 1)
             self._await_everyone(axis, patience_s)
-        except ChannelGone as error:
+        except ChannelGone:
             self.close()
-            raise PeerLostError(explain("the first rank ended while communication was being set up")) from error
+            raise PeerLostError(explain(f"rank {self.host} ended while communication was being set up")) from None
         except BaseException:
             self.close()
             raise
@@ -211,9 +211,9 @@ def _introduce(axis: Axis, link: Link, device: torch.device, mine: dict[str, Any
             if time.monotonic() > limit:
                 raise _late(axis, patience_s)
     except ConnectionError as error:
-        raise PeerLostError(explain("another rank ended while communication was being set up", found=str(error))) from error
-    except TimeoutError as error:
-        raise _late(axis, patience_s) from error
+        raise PeerLostError(explain("another rank ended while communication was being set up", found=str(error))) from None
+    except TimeoutError:
+        raise _late(axis, patience_s) from None
     everyone: Any = cards.cpu().view(axis.size, _CARD)
     return [json.loads(bytes(row)) for row in everyone.tolist()]
 
@@ -221,7 +221,7 @@ def _introduce(axis: Axis, link: Link, device: torch.device, mine: dict[str, Any
 def _late(axis: Axis, patience_s: float) -> StallError:
     return StallError(
         explain(
-            f"communication on axis {axis.name!r} could not be set up in {patience_s:.0f} s",
+            f"communication on axis {axis.name!r} could not be set up in {patience_s:g} s",
             expected=f"ranks {', '.join(map(str, axis.ranks))}",
             found="at least one of them never came",
             do="look at what the other ranks are doing: all of them must build the engine",

@@ -7,6 +7,7 @@ parameters: it sees flat tensors, axes and names.
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -100,8 +101,14 @@ class Comm:
             transport = self._local if data.size == 1 else TorchTransport(data, group)
         self._transport = transport
         if transport.guarded:
-            channel = StoreChannel(data, transport.connect(data), transport.device, watchdog_s)
+            try:
+                channel = StoreChannel(data, transport.connect(data), transport.device, watchdog_s)
+            except BaseException:
+                transport.abandon()
+                raise
             self._guard = Guard(data, channel, watchdog_s, on_failure=transport.abandon)
+            # Without close(), and at the end of the process: others may still be reading what they agreed on last.
+            self._leaving = weakref.finalize(self, self._guard.leave)
 
     def set_phase(self, phase: str) -> None:
         """Say what the engine is doing ("forward", "backward"): names are compared within a phase, and errors print it."""
@@ -193,6 +200,7 @@ class Comm:
             self._closed = True
             self._lines.clear()
             if self._guard is not None:
+                self._leaving.detach()
                 self._guard.close()
             self._transport.close()
 

@@ -43,6 +43,7 @@ class Lane:
         self.key = "-".join(map(str, axis.ranks))
         self.follower = Follower()
         self.asking: Event | None = None
+        self.agreed = -1  # number of the last event that the ranks agreed on through the channel
         self.litter: list[str] = []
 
     def label_at(self, sequence: int) -> str:
@@ -82,6 +83,7 @@ class Guard:
         self._lanes: dict[tuple[int, ...], Lane] = {}
         self._by_key: dict[str, Lane] = {}
         self._looked = time.monotonic()
+        self._reach(lambda: self._tell(Report(self._rank, "runs")))
 
     def lane(self, axis: Axis) -> Lane:
         """The lane of an axis; axes of the same ranks share one."""
@@ -118,6 +120,7 @@ class Guard:
         sequence = lane.follower.count
         if agree or not lane.follower.follow(event):
             self._reach(lambda: self._agree(lane, event))
+            self._reach(lambda: self._say(lane, sequence, "runs"))
         elif time.monotonic() - self._looked > _LOOK_S:
             self._reach(lambda: self._look(lane, sequence, "runs"))
         return sequence
@@ -133,7 +136,7 @@ class Guard:
                 self._reach(lambda: self._look(lane, sequence, "waits"))
                 patience = started + self._watchdog_s - time.monotonic()
                 if patience <= 0:
-                    self._stalled(lane, sequence, f"{self._watchdog_s:.0f} s")
+                    self._stalled(lane, sequence, f"{self._watchdog_s:g} s")
         except ConnectionError as error:
             self.lost(lane, sequence, error)
         except TimeoutError:
@@ -145,11 +148,16 @@ class Guard:
             self._refuse()
         keys = [f"object/{lane.key}/{lane.follower.count}/{index}" for index in range(lane.axis.size)]
         mine = keys[lane.axis.index]
-        self._reach(lambda: self._channel.put(mine, payload))
-        self.before(lane, event, agree=True)
-        lane.litter.append(mine)
         payloads: list[bytes] = []
-        self._reach(lambda: payloads.extend(self._channel.fetch(key) for key in keys))
+
+        def meet() -> None:
+            self._channel.put(mine, payload)
+            self._agree(lane, event)
+            payloads.extend(self._channel.fetch(key) for key in keys)
+            self._say(lane, lane.agreed, "runs")
+
+        self._reach(meet)
+        lane.litter.append(mine)
         return payloads
 
     def lost(self, lane: Lane, sequence: int, error: Exception) -> NoReturn:
@@ -166,10 +174,19 @@ class Guard:
         if not self.failure:
             try:
                 self._tell(Report(self._rank, "closed"))
-                self._linger()
+                self._linger(lambda report: report.state in ("failed", "closed"))
             except ChannelGone:
                 pass  # the others are done as well, or dead; neither matters to one who leaves
         self.failure = self.failure or "it was closed"
+        self._channel.close()
+
+    def leave(self) -> None:
+        """Leave the channel without a word, as soon as no rank is still reading what was agreed on. Never raises."""
+        try:
+            if not self.failure:
+                self._linger(lambda report: report.state != "silent" and self._is_through(report))
+        except ChannelGone:
+            pass
         self._channel.close()
 
     # What follows runs only when there is something to ask, to wait for, or to complain about.
@@ -191,11 +208,12 @@ class Guard:
                 self._look(lane, sequence, "asks")
                 looked = now
             if now - started > self._watchdog_s:
-                self._stalled(lane, sequence, f"{self._watchdog_s:.0f} s")
+                self._stalled(lane, sequence, f"{self._watchdog_s:g} s")
             total = self._channel.add(key, 0)
         if total != size * amount:
             self._diverged(lane, sequence)
         lane.asking = None
+        lane.agreed = sequence
         lane.follower.append(event)
         # All ranks have come this far, so none will look again at what an earlier agreement left.
         for old in lane.litter:
@@ -287,10 +305,10 @@ class Guard:
             report.lane, report.sequence, report.label = about[0].key, about[1], about[0].label_at(about[1])
         try:
             self._tell(report)
-            self._linger()
+            self._linger(lambda report: report.state in ("failed", "closed"))
         except ChannelGone:
             pass  # nobody is left to be told
-        raise _ERRORS[kind](self.failure)
+        raise _ERRORS[kind](self.failure) from None  # a backend's own error and stack say nothing that is not said here
 
     def _refuse(self) -> NoReturn:
         raise UsageError(
@@ -324,11 +342,15 @@ class Guard:
         others = [rank for rank in axis.ranks if rank != self._rank]
         return [Report.parse(rank, text) for rank, text in zip(others, self._channel.hear(others), strict=True)]
 
-    def _linger(self) -> None:
-        """The channel lives in one rank's process: that rank leaves last, within limits, so that the others hear it."""
+    def _is_through(self, report: Report) -> bool:
+        lanes = [lane for lane in self._by_key.values() if report.rank in lane.axis.ranks]
+        return report.state in ("failed", "closed") or all(report.passed(lane.key, lane.agreed) for lane in lanes)
+
+    def _linger(self, is_done: Callable[[Report], bool]) -> None:
+        """The channel lives in one rank's process: that rank waits, within limits, until the others are done with it."""
         limit = time.monotonic() + _GRACE_S
         while self._rank == self._channel.host and time.monotonic() < limit:
-            present = [report.rank for report in self._hear(self._axis) if report.state not in ("failed", "closed")]
-            if not set(present) - set(self._channel.gone(present)):
+            waiting = [report.rank for report in self._hear(self._axis) if not is_done(report)]
+            if not set(waiting) - set(self._channel.gone(waiting)):
                 break
             time.sleep(0.005)

@@ -1,0 +1,246 @@
+"""Ranks that ask for different things, or stop: a named error on every rank within seconds, never a hang or mixed data."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.comm import Comm
+from shardwise.errors import DivergenceError, PeerLostError, StallError, UsageError
+from shardwise.mesh import Axis
+from tests.harness import ranks
+
+LIMIT_S = 10.0
+
+
+def start(**options: float) -> tuple[Comm, Axis]:
+    axis = Axis("data", tuple(range(dist.get_world_size())), dist.get_rank())
+    return Comm(axis, **options), axis
+
+
+def use(comm: Comm, axis: Axis, *names: str) -> None:
+    """One collective after the other, all of the same length, so that only the names tell them apart."""
+    for name in names:
+        tensor = torch.full((4,), float(axis.index))
+        comm.all_reduce(tensor, axis, name).wait()
+        assert tensor.tolist() == [sum(range(axis.size))] * 4
+
+
+def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.02)
+
+
+@contextmanager
+def soon(error: type[Exception], match: str) -> Iterator[None]:
+    started = time.monotonic()
+    with pytest.raises(error, match=match):
+        yield
+    assert time.monotonic() - started < LIMIT_S
+
+
+@pytest.mark.parametrize("warm", [0, 5], ids=["first step", "after five steps"])
+@ranks(2, 3)
+def test_different_names_of_equal_length(warm: int) -> None:
+    comm, axis = start()
+    for _ in range(warm):
+        use(comm, axis, "embed", "expert 0", "head")
+    expert = 1 if axis.index == axis.size - 1 else 0
+    with soon(DivergenceError, r"rank.? 0.*: asks for 'expert 0' .*; rank . *: asks for 'expert 1'"):
+        use(comm, axis, "embed", f"expert {expert}", "head")
+    with pytest.raises(UsageError, match="cannot be used again: found the reason: the ranks of axis 'data' ask for"):
+        use(comm, axis, "embed")
+    comm.close()
+
+
+@pytest.mark.parametrize("warm", [0, 5], ids=["first step", "after five steps"])
+@ranks(2)
+def test_the_same_in_another_order(warm: int) -> None:
+    comm, axis = start()
+    for _ in range(warm):
+        use(comm, axis, "a", "b", "c")
+    with soon(DivergenceError, r"rank 0: asks for 'b' .*; rank 1: asks for 'c'"):
+        use(comm, axis, "a", *("bc" if axis.index == 0 else "cb"))
+
+
+@ranks(2, 3)
+def test_one_rank_skips_a_collective() -> None:
+    comm, axis = start()
+    for _ in range(3):
+        use(comm, axis, "a", "b", "c")
+    with soon(DivergenceError, r"rank 0: asks for 'c' .*asks for 'b' "):
+        use(comm, axis, "a", *(["b"] if axis.index else []), "c", "a", "b")
+
+
+@ranks(2)
+def test_one_rank_goes_a_step_further_than_one_that_closes() -> None:
+    comm, axis = start()
+    for _ in range(3):
+        use(comm, axis, "a", "b")
+    if axis.index == 1:
+        with soon(DivergenceError, "rank 0 has closed its engine while others go on: found rank 1 waits for 'a'"):
+            use(comm, axis, "a", "b")
+    comm.close()
+
+
+@ranks(2)
+def test_one_rank_evaluates_while_the_other_trains() -> None:
+    comm, axis = start()
+    for phase in ("forward", "inference", "forward", "inference"):
+        comm.set_phase(phase)
+        use(comm, axis, "a", "b", "c")
+    comm.set_phase("forward" if axis.index else "inference")
+    with soon(DivergenceError, r"rank 0: .*phase 'inference'\); rank 1: .*phase 'forward'"):
+        use(comm, axis, "a", "b", "c")
+
+
+@ranks(2)
+def test_different_lengths_of_one_name() -> None:
+    comm, axis = start()
+    use(comm, axis, "a")
+    with soon(DivergenceError, r"rank 0: asks for 'b' \(all_reduce of 3 x float32\); rank 1: .* 4 x float32"):
+        comm.all_reduce(torch.zeros(3 + axis.index), axis, "b").wait()
+
+
+@ranks(2)
+def test_broadcasts_from_different_sources() -> None:
+    comm, axis = start()
+    with soon(DivergenceError, r"rank 0: .*from index 0\); rank 1: .*from index 1\)"):
+        comm.broadcast(torch.zeros(3), axis, axis.index, "edit").wait()
+
+
+@ranks(4)
+def test_only_the_ranks_of_an_axis_must_agree() -> None:
+    rank = dist.get_rank()
+    data = Axis("data", (0, 1, 2, 3), rank)
+    pair = Axis("pair", (0, 1) if rank < 2 else (2, 3), rank)
+    comm = Comm(data)
+    for _ in range(2):  # the pairs ask for different things, and that is their affair
+        tensor = torch.ones(3 + rank // 2)
+        comm.all_reduce(tensor, pair, f"pair {rank // 2}").wait()
+        assert tensor[0] == 2
+    comm.all_reduce(torch.ones(2), data, "all").wait()
+    if rank < 2:
+        with soon(DivergenceError, r"of axis 'pair' .*rank 0: asks for 'x 0' .*; rank 1: asks for 'x 1'"):
+            comm.all_reduce(torch.ones(1), pair, f"x {rank}")
+    else:
+        with soon(DivergenceError, r"rank . has stopped: found the ranks of axis 'pair'"):
+            comm.all_reduce(torch.ones(2), data, "all").wait()
+
+
+@ranks(2)
+def test_a_stage_that_one_rank_never_reaches(tmp_path: Path) -> None:
+    """The watchdog's error on the rank that waits, and then on the other when it comes."""
+    stalled, told = tmp_path / "stalled", tmp_path / "told"
+    comm, axis = start(watchdog_s=2.0)
+    for _ in range(2):
+        use(comm, axis, "gather layers.2", "gather layers.3")
+    use(comm, axis, "gather layers.2")
+    if axis.index == 0:
+        with soon(StallError, r"'gather layers.3' .* did not finish within 2 s: expected rank 1 to take part, found rank 0: "):
+            use(comm, axis, "gather layers.3")
+        stalled.touch()
+        until(told.exists)
+    else:
+        until(stalled.exists)
+        with soon(StallError, "rank 0 has stopped: found 'gather layers.3'"):
+            use(comm, axis, "gather layers.3")
+        told.touch()
+
+
+def die_alone(victim: int, names: list[str], warm: int) -> None:
+    comm, axis = start()
+    for _ in range(warm):
+        use(comm, axis, "a", "b")
+    dist.barrier()
+    if axis.index == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with soon(PeerLostError, f"rank {victim}|'a'"):
+        use(comm, axis, *names)
+
+
+@pytest.mark.parametrize("warm", [0, 3], ids=["first step", "after three steps"])
+@ranks(2, 3, dies=[1])
+def test_a_rank_is_killed(warm: int) -> None:
+    die_alone(1, ["a", "b"], warm)
+
+
+@pytest.mark.parametrize("warm", [0, 3], ids=["first step", "after three steps"])
+@ranks(2, 3, dies=[0])
+def test_the_rank_with_the_side_channel_is_killed(warm: int) -> None:
+    die_alone(0, ["a", "b"], warm)
+
+
+@ranks(2, 3)
+def test_a_comm_that_is_dropped_without_closing_leaves_nobody_behind() -> None:
+    for _ in range(20):
+        comm, axis = start()
+        assert comm.all_gather_object(axis.index, axis, "objects") == list(range(axis.size))
+        comm.barrier(axis, "end")
+        del comm
+
+
+@ranks(2)
+def test_nothing_is_left_of_many_comms() -> None:
+    def use_and_close() -> None:
+        comm, axis = start()
+        use(comm, axis, "a")
+        comm.all_reduce(torch.ones(1), Axis("single", (axis.rank,), axis.rank), "b").wait()
+        comm.close()
+
+    def open_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir())) if Path("/proc/self/fd").exists() else 0
+
+    use_and_close()
+    before = open_files(), len(list(Path("/proc/self/task").iterdir())) if Path("/proc/self/task").exists() else 0
+    for _ in range(20):
+        use_and_close()
+    after = open_files(), len(list(Path("/proc/self/task").iterdir())) if Path("/proc/self/task").exists() else 0
+    assert after == before
+
+
+STALLED = """
+import sys, time, torch, torch.distributed as dist
+from shardwise.comm import Comm
+from shardwise.mesh import Axis
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+axis = Axis("data", (0, 1), rank)
+comm = Comm(axis, watchdog_s=1.0)
+comm.all_reduce(torch.ones(1), axis, "a").wait()
+comm.all_reduce(torch.ones(1), axis, "a").wait()
+if rank == 1:
+    print("sleeps", flush=True)
+    time.sleep(1000)
+comm.all_reduce(torch.ones(1), axis, "a").wait()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_whose_collective_never_ended_can_end(tmp_path: Path) -> None:
+    """The interpreter destroys process groups when it shuts down, and gloo waits there for what is in flight."""
+    command = [sys.executable, "-c", STALLED]
+    output = tmp_path / "output"
+    with output.open("w") as file:
+        processes = [
+            subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=file, stderr=file) for rank in (0, 1)
+        ]
+        try:
+            code = processes[0].wait(timeout=50)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    assert code == 1
+    assert "StallError: 'a' (all_reduce of 1 x float32) on axis 'data' did not finish within 1 s" in output.read_text()
