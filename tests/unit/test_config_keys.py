@@ -405,6 +405,7 @@ OPTIMIZER_ARGUMENTS: dict[str, dict[str, tuple[object, tuple[object, ...]]]] = {
     "amsgrad": {"Adam AdamW": (True, ("true", 1))},
     "adam_w_mode": {"Adam": (False, ("false", 0))},
     "bias_correction": {"Adam AdamW Lamb": (False, ("false", 0))},
+    "eps_inside_sqrt": {"Lamb": (True, ("true", 1))},
     "momentum": {"SGD": (0.9, (-1, "0.9"))},
     "dampening": {"SGD": (0.1, ("0.1",))},
     "lr_decay": {"Adagrad": (0.1, (-1,))},

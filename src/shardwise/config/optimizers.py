@@ -64,6 +64,7 @@ class LambParams(OptimizerParams):
 
     betas: Pair = key((0.9, 0.999), "Decay rates of the running mean of gradients and of their squares.")
     eps: Number = key(1e-8, "Added to the denominator.", ge=0)
+    eps_inside_sqrt: bool = key(False, "Add eps under the square root instead of after it.")
     bias_correction: bool = key(True, "Correct the moments for having started at zero.")
     max_coeff: Number = key(10.0, "Largest trust ratio.", gt=0)
     min_coeff: Number = key(0.01, "Smallest trust ratio.", ge=0)
