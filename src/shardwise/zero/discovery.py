@@ -11,7 +11,7 @@ around it, which all ranks enter alike.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, MutableSet, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableSet, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
@@ -47,10 +47,13 @@ class UnitPlan:
     parameters: list[Named] = field(default_factory=list[Named])
 
 
-def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """`model.named_modules()`, which torch leaves untyped: dotted names and modules, the model itself first."""
+def named_modules(model: nn.Module, *, aliases: bool = False) -> list[tuple[str, nn.Module]]:
+    """`model.named_modules()`, which torch leaves untyped: dotted names and modules, the model itself first.
+
+    A module with several names comes once, under the first, or with `aliases` under each.
+    """
     untyped: Any = model
-    return list(untyped.named_modules())
+    return list(untyped.named_modules(remove_duplicate=not aliases))
 
 
 def class_names(module: nn.Module) -> tuple[str, ...]:
@@ -67,14 +70,15 @@ def plan_units(model: nn.Module, policy: Policy) -> list[UnitPlan]:
     Raises:
         ParameterError: the policy names a unit or leaf module that the model does not have.
     """
-    plans = {"": UnitPlan("", model)}
+    plans = {id(model): UnitPlan("", model)}
     for name, module in find_units(model, policy):
-        plans[name] = UnitPlan(name, module)
+        plans[id(module)] = UnitPlan(name, module)
+    modules = dict(named_modules(model, aliases=True))
     owners: defaultdict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners[parameter].append(name)
     for parameter, names in owners.items():
-        lines = [_units_around(name, plans) for name in names]
+        lines = [_units_around(name, modules, plans) for name in names]
         common = [unit for unit in lines[0] if all(unit in line for line in lines)]
         plans[common[-1]].parameters.append(Named(parameter, names[0], tuple(names[1:])))
     return list(plans.values())
@@ -86,15 +90,30 @@ def find_units(model: nn.Module, policy: Policy) -> list[tuple[str, nn.Module]]:
     closed = {id(module) for leaf in leaves for module in leaf.modules()}
     candidates = [(name, module) for name, module in named_modules(model) if name and id(module) not in closed]
     if policy.units:
-        found = [(name, m) for name, m in candidates if matches_module(policy.units, name, class_names(m))]
-        _check_all_matched(policy.units, found, model, "zero_optimization.units")
-        return found
+        everyone = named_modules(model, aliases=True)
+        meant = [(name, m) for name, m in everyone if name and matches_module(policy.units, name, class_names(m))]
+        _check_all_matched(policy.units, meant, model, "zero_optimization.units")
+        _check_some_open(policy.units, meant, closed)
+        chosen = {id(module) for _, module in meant}
+        return [(name, module) for name, module in candidates if id(module) in chosen]
     blocks = {str(block) for module in model.modules() for block in getattr(module, "_no_split_modules", None) or ()}
     found = [(name, module) for name, module in candidates if type(module).__name__ in blocks and _has_parameters(module)]
     if not found:
         repeated = {id(block) for block in _repeated_blocks(model)}
         found = [(name, module) for name, module in candidates if id(module) in repeated]
     return found
+
+
+def _check_some_open(patterns: Sequence[str], found: Sequence[tuple[str, nn.Module]], closed: Collection[int]) -> None:
+    for pattern in patterns:
+        if all(id(module) in closed for name, module in found if matches_module((pattern,), name, class_names(module))):
+            raise ParameterError(
+                explain(
+                    f"zero_optimization.units names {pattern!r}, which is found only inside modules declared as leaf",
+                    do="ranks may run the inside of a leaf differently, so nothing in it is gathered on its own: "
+                    "name a module around the leaf, or take the declaration back",
+                )
+            )
 
 
 def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
@@ -117,7 +136,7 @@ def _repeated_blocks_below(parent: nn.Module, child: nn.Module) -> Iterator[nn.M
 def _find_leaves(model: nn.Module, policy: Policy) -> list[nn.Module]:
     named = [
         (name, module)
-        for name, module in named_modules(model)
+        for name, module in named_modules(model, aliases=True)
         if matches_module(policy.leaf_modules, name, class_names(module))
     ]
     _check_all_matched(policy.leaf_modules, named, model, "zero_optimization.leaf_module")
@@ -139,10 +158,11 @@ def _check_all_matched(patterns: Sequence[str], found: Iterable[tuple[str, nn.Mo
             )
 
 
-def _units_around(parameter_name: str, plans: dict[str, UnitPlan]) -> list[str]:
-    """Names of the units around a parameter, outermost first."""
+def _units_around(parameter_name: str, modules: Mapping[str, nn.Module], plans: Mapping[int, UnitPlan]) -> list[int]:
+    """The keys in `plans` of the units around a parameter, outermost first."""
     parts = parameter_name.split(".")[:-1]
-    return [name for end in range(len(parts) + 1) if (name := ".".join(parts[:end])) in plans]
+    around = (id(modules[".".join(parts[:end])]) for end in range(len(parts) + 1))
+    return [key for key in around if key in plans]
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -39,7 +39,7 @@ def find_tensors(value: Any) -> list[Tensor]:
 
 
 def _children(item: Any) -> Iterator[Any]:
-    kind: Any = type(item)
+    kind = _kind(item)
     if issubclass(kind, Mapping):
         yield from item.values()
     elif issubclass(kind, (list, tuple, set, frozenset)):
@@ -47,8 +47,7 @@ def _children(item: Any) -> Iterator[Any]:
     elif callable(item):
         return
     elif hasattr(item, "__dict__"):
-        attributes: Any = vars(item)
-        yield from attributes.values()
+        yield from vars(item).values()
     elif dataclasses.is_dataclass(item):  # with __slots__
         yield from (getattr(item, field.name, None) for field in dataclasses.fields(item))
 
@@ -82,12 +81,13 @@ def _rebuild(function: Callable[[Tensor], Tensor], value: Any, around: tuple[int
     if id(value) in around:
         return value
     around = (*around, id(value))
-    if _is_tuple(value) or type(value) is list:
+    kind = _kind(value)
+    if _is_tuple(value) or kind is list:
         return _same_or(value, [_rebuild(function, item, around) for item in value])
-    if type(value) is dict:
+    if kind is dict:
         entries = {key: _rebuild(function, item, around) for key, item in value.items()}
         return value if all(entries[key] is value[key] for key in value) else entries
-    if dataclasses.is_dataclass(value) and not isinstance(value, (type, Mapping)):
+    if not issubclass(kind, Mapping) and dataclasses.is_dataclass(kind):
         return _rebuild_dataclass(function, value, around)
     return value
 
@@ -104,12 +104,18 @@ def _rebuild_dataclass(function: Callable[[Tensor], Tensor], value: Any, around:
     return made
 
 
+def _kind(value: Any) -> Any:
+    return type(value)
+
+
 def _is_tuple(value: Any) -> bool:
-    return type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields"))
+    kind = _kind(value)
+    return kind is tuple or (tuple in kind.__mro__ and hasattr(kind, "_fields"))
 
 
 def _same_or(value: Any, items: list[Any]) -> Any:
     """A container of the same class with these items; the same one if they are its items."""
     if all(new is old for new, old in zip(items, value, strict=True)):
         return value
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    kind = _kind(value)
+    return kind(*items) if hasattr(kind, "_fields") else kind(items)
