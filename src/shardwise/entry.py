@@ -36,7 +36,7 @@ from shardwise.optim import (
     build_scheduler,
     plan_groups,
 )
-from shardwise.settings import make_policy, state_dtype
+from shardwise.settings import make_policy, show_log, state_dtype
 from shardwise.zero import Runtime, Site, Unit, build_units, check_parameters
 
 __all__ = ["initialize"]
@@ -89,6 +89,7 @@ def initialize(
     if not is_initialized() and dist_init_required is not False:
         init_distributed()
     settings = load_config(_pick_config(args, config, config_params), world_size=get_world_size())
+    show_log(settings)
     for warning in settings.warnings:
         log.warning(warning)
     check_parameters(model)

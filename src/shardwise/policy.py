@@ -66,6 +66,7 @@ class Precision:
         low_precision_master: 16-bit parameters are their own master weights (no fp32 copy).
         accumulate: dtype in which gradients are accumulated; None means float32 (float64 for float64 parameters).
         communicate: dtype in which gradients travel; None means the accumulation dtype.
+        narrow: class names of modules whose parameters' gradients travel in the autocast dtype.
         pinned: parameter names, module names, patterns or class names that stay float32.
         predivide: gradients are divided by this before they are summed, and multiplied back afterwards.
         autocast: dtype of `torch.autocast` around the forward pass; None for no autocast.
@@ -76,6 +77,7 @@ class Precision:
     low_precision_master: bool = False
     accumulate: torch.dtype | None = None
     communicate: torch.dtype | None = None
+    narrow: tuple[str, ...] = ()
     pinned: tuple[str, ...] = ()
     predivide: float = 1.0
     autocast: torch.dtype | None = None

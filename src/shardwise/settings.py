@@ -5,6 +5,7 @@ Owns that translation, which is the only place that knows both. Refuses to know 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from shardwise.config import Config
 from shardwise.policy import STAGES, Policy, Precision
 
-__all__ = ["dtype_named", "make_policy", "make_precision", "state_dtype"]
+__all__ = ["dtype_named", "make_policy", "make_precision", "show_log", "state_dtype"]
 
 _DTYPES = {
     "fp32": torch.float32,
@@ -47,6 +48,7 @@ def make_precision(config: Config, data_ranks: int) -> Precision:
         low_precision_master=low_precision_master,
         accumulate=accumulate or (torch.bfloat16 if low_precision_master else None),
         communicate=dtype_named(config.communication_data_type),
+        narrow=tuple(config.torch_autocast.lower_precision_safe_modules or ()) if autocast else (),
         pinned=tuple(config.data_types.keep_in_fp32_modules),
         predivide=float(data_ranks) if config.prescale_gradients else config.gradient_predivide_factor,
         autocast=autocast,
@@ -74,6 +76,23 @@ def state_dtype(config: Config) -> torch.dtype | None:
     if config.bf16.bf16_optimizer_states:
         return torch.bfloat16
     return torch.float32 if config.bf16.bf16_master_weights_and_grads else None
+
+
+def show_log(config: Config) -> None:
+    """Make what the configuration asks to be printed visible, unless the program has set up logging by itself.
+
+    A library is silent by default: this acts only where `log_level`, `steps_per_print` or `dump_state` is given.
+    """
+    asked = {key for key in ("log_level", "steps_per_print", "dump_state") if config.raw.get(key) is not None}
+    if not asked:
+        return
+    logger = logging.getLogger("shardwise")
+    level = logging.getLevelName(config.log_level.upper()) if "log_level" in asked else logging.INFO
+    logger.setLevel(level)
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[shardwise] %(message)s"))
+        logger.addHandler(handler)
 
 
 def _as_patterns(suffixes: Iterable[str]) -> list[str]:

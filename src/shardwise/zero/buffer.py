@@ -33,6 +33,7 @@ class BufferKey:
     Args:
         group: index of the optimizer's parameter group; None for parameters that no optimizer updates.
         dtype: dtype of the storage (the real dtype for complex parameters).
+        wire: dtype in which gradients travel; None for the one of all others.
         small: whether the parameters are below the persistence threshold.
         shard: axis the buffer is cut over.
         replicate: axis that holds equal copies of each chunk.
@@ -40,6 +41,7 @@ class BufferKey:
 
     group: int | None
     dtype: torch.dtype
+    wire: torch.dtype | None
     small: bool
     shard: Axis
     replicate: Axis

@@ -32,11 +32,18 @@ def build_units(model: nn.Module, site: Site) -> list[tuple[Unit, UnitPlan]]:
 
     Collective: all data ranks call it with models of the same structure.
     """
-    pinned = _pinned_parameters(model, site.policy.precision.pinned)
+    precision = site.policy.precision
+    pinned = _pinned_parameters(model, precision.pinned)
+    narrow = {
+        parameter
+        for name, module in named_modules(model)
+        if matches_module(precision.narrow, name, class_names(module))
+        for parameter in module.parameters(recurse=False)
+    }
     units: list[tuple[Unit, UnitPlan]] = []
     count = 0
     for plan in plan_units(model, site.policy):
-        buffers = build_buffers(plan.parameters, site, plan.name or "<root>", pinned=pinned, first_index=count)
+        buffers = build_buffers(plan.parameters, site, plan.name or "<root>", kinds=Kinds(pinned, narrow), first_index=count)
         count += len(plan.parameters)
         units.append((Unit(plan.name, buffers, site.comm, site.mesh.data), plan))
     for module in model.modules():
@@ -45,7 +52,7 @@ def build_units(model: nn.Module, site: Site) -> list[tuple[Unit, UnitPlan]]:
 
 
 def build_buffers(
-    parameters: Sequence[Named], site: Site, label: str, *, pinned: Collection[nn.Parameter] = (), first_index: int = 0
+    parameters: Sequence[Named], site: Site, label: str, *, kinds: Kinds | None = None, first_index: int = 0
 ) -> list[Buffer]:
     """Lay parameters out in buffers and bind them to it.
 
@@ -53,16 +60,18 @@ def build_buffers(
         parameters: what to lay out; they may rest in other buffers so far.
         site: where.
         label: what the collectives are called.
-        pinned: parameters that keep float32.
+        kinds: parameters that are treated in a way of their own.
         first_index: number of the first parameter within the engine.
     """
+    kinds = kinds or Kinds()
     members: dict[BufferKey, list[Named]] = {}
     for named in parameters:
         parameter = named.parameter
-        dtype = site.policy.precision.storage_dtype(parameter.dtype, parameter in pinned)
+        dtype = site.policy.precision.storage_dtype(parameter.dtype, parameter in kinds.pinned)
         key = BufferKey(
             group=site.groups.get(parameter),
             dtype=storage_dtype_of(dtype),
+            wire=site.policy.precision.autocast if parameter in kinds.narrow and dtype == torch.float32 else None,
             small=parameter.numel() <= site.policy.persist_below,
             shard=site.mesh.shard,
             replicate=site.mesh.replicate,
@@ -84,6 +93,19 @@ def build_buffers(
             buffer.unbind()
         buffers.append(buffer)
     return buffers
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """Parameters that are treated in a way of their own.
+
+    Args:
+        pinned: those that keep float32.
+        narrow: those whose gradients travel in the autocast dtype.
+    """
+
+    pinned: Collection[nn.Parameter] = ()
+    narrow: Collection[nn.Parameter] = ()
 
 
 @dataclass(frozen=True, slots=True)

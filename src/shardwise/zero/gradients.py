@@ -99,7 +99,7 @@ class Gradients:
         self.dtype = precision.gradient_dtype(buffer.key.dtype)
         self._comm = comm
         self._pool = pool
-        self._communicate = precision.communicate or self.dtype
+        self._communicate = buffer.key.wire or precision.communicate or self.dtype
         self._predivide = precision.predivide
         self._own = slice(*buffer.interval)
         self._sum: FullGradient | None = None  # the reduced sum where this rank holds all of it (shard axis of size 1)
