@@ -20,6 +20,7 @@ from shardwise.mesh import Axis
 @pytest.fixture(autouse=True)
 def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.comm.guard._GRACE_S", 0.5)
+    monkeypatch.setattr("shardwise.comm.guard._DEATH_S", 0.2)
 
 
 A, B, C = (Event("forward", "all_gather", f"layers.{index}", 8) for index in range(3))

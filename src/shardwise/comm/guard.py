@@ -29,6 +29,7 @@ __all__ = ["Guard", "Lane"]
 
 _ERRORS: dict[str, type[ShardwiseError]] = {"diverged": DivergenceError, "stalled": StallError, "lost": PeerLostError}
 _GRACE_S = 3.0  # to hear the other ranks out before an error is raised, and to let them hear this one
+_DEATH_S = 1.0  # between the end of a process's connections and the end of the process
 _LOOK_S = 2.0  # between looks at the other ranks while this one is not waiting
 _COUNT = 1 << 48  # a counter holds the number of ranks above this bit and the sum of their digests below: 32767 ranks
 _SAME_ORDER = "run the same modules in the same order on every rank, or declare those that may differ as leaf modules"
@@ -162,10 +163,10 @@ class Guard:
 
     def lost(self, lane: Lane, sequence: int, error: Exception) -> NoReturn:
         """A collective broke. Raises PeerLostError, or what the peer said before it went."""
-        limit = time.monotonic() + 1.0
+        limit = time.monotonic() + _DEATH_S
         while time.monotonic() < limit:
             self._reach(lambda: self._look(lane, sequence, "waits"))
-            time.sleep(0.05)  # the system knows of a process's end a moment after its connections are closed
+            time.sleep(0.05)
         problem = f"the connection to another rank broke during {lane.label_at(sequence)}"
         self._fail("lost", problem, found=str(error), do=_SEE_OUTPUT)
 
@@ -325,7 +326,9 @@ class Guard:
             action()
         except ChannelGone as gone:
             host = self._channel.host
-            ended = bool(self._channel.gone([host]))
+            limit = time.monotonic() + _DEATH_S
+            while not (ended := bool(self._channel.gone([host]))) and time.monotonic() < limit:
+                time.sleep(0.01)
             problem = f"the process of rank {host} has ended" if ended else f"rank {host} has left, or cannot be reached"
             self._fail("lost", problem, found=f"its side channel is closed ({gone})", do=_SEE_OUTPUT)
 
