@@ -49,7 +49,7 @@ def test_norm_is_that_of_clip_grad_norm(sizes: list[int], exponent: int, seed: i
         param.grad = grad.clone()
     expected = float(torch.nn.utils.clip_grad_norm_(params, math.inf))
     assert norm_of(*grads) == pytest.approx(expected, rel=2e-7)
-    assert norm_of(*grads) == pytest.approx(math.sqrt(sum(float(grad.double().square().sum()) for grad in grads)), rel=1e-7)
+    assert norm_of(*grads) == pytest.approx(math.sqrt(sum(float(grad.double().square().sum()) for grad in grads)), rel=2e-7)
 
 
 @settings(max_examples=40, deadline=None)

@@ -135,12 +135,10 @@ class RuleDriver(Driver):
 
     def _update_run(self, shard: Shard, run: Run, names: Sequence[str], options: Options, scale: float) -> None:
         whole = self._in_place(shard, names, scale)
+        before, within = (1.0, scale) if whole else (scale, 1.0)
         for start, stop in self._blocks(run.start, run.stop, shard, whole=whole):
             block = Block(shard, start, stop, names, self._scratch)
-            if whole:
-                self.rule.update(block.p, block.gradient(1.0), block.state, run.step, options, scale)
-            else:
-                self.rule.update(block.p, block.gradient(scale), block.state, run.step, options)
+            self.rule.update(block.p, block.gradient(before), block.state, run.step, options, within)
             block.write_back()
 
     def _blocks(self, start: int, stop: int, shard: Shard, *, whole: bool = False) -> Iterator[tuple[int, int]]:

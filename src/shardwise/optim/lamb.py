@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardwise.optim.builtin import Block, RuleDriver
 from shardwise.optim.driver import Groups, Sums
+from shardwise.optim.norm import block_sum_of_squares
 from shardwise.optim.rules import Options, Rule, adam_moments
 from shardwise.optim.shards import Run, Shard, count_steps, find_runs
 
@@ -21,6 +22,8 @@ __all__ = ["LambDriver", "LambRule"]
 
 # Blocks differ from step to step only while it changes which parameters are in use.
 _REMEMBERED = 4096
+# Pieces from this length on have blocks of their own, in which sums and rates need no regard to segments.
+_LONG = 1 << 16
 
 
 class LambRule(Rule):
@@ -44,12 +47,16 @@ class LambRule(Rule):
     def direction(self, p: Tensor, state: list[Tensor], step: int, options: Options) -> Tensor:
         """Where the weights go, from the moments after `step + 1` updates."""
         beta1, beta2 = (float(beta) for beta in options["betas"])
-        mean, square, eps = state[0], state[1], float(options["eps"])
+        eps, decay = float(options["eps"]), float(options["weight_decay"])
+        first, second = 1.0, 1.0
         if options.get("bias_correction", True):
-            mean, square = mean / (1.0 - beta1 ** (step + 1)), square / (1.0 - beta2 ** (step + 1))
-        root = (square + eps).sqrt_() if options.get("eps_inside_sqrt") else square.sqrt().add_(eps)
-        result = mean / root
-        decay = float(options["weight_decay"])
+            first, second = 1.0 - beta1 ** (step + 1), 1.0 - beta2 ** (step + 1)
+        # The corrections are folded into the denominator: (m / first) / (sqrt(v / second) + eps).
+        if options.get("eps_inside_sqrt"):
+            root = state[1].mul(first**2 / second).add_(eps * first**2).sqrt_()
+        else:
+            root = state[1].sqrt().mul_(first / second**0.5).add_(eps * first)
+        result = torch.div(state[0], root, out=root)
         return result.add_(p * decay) if decay else result
 
 
@@ -86,10 +93,8 @@ class LambDriver(RuleDriver):
             self._lamb.update(block.p, block.gradient(scale), block.state, run.step, options)
             if counted[0] <= start < counted[1]:
                 direction = self._lamb.direction(block.p, block.state, run.step, options)
-                lengths, columns = self._segments_of(shard, start, stop, squares)
                 for row, tensor in zip(squares, (block.p, direction), strict=True):
-                    parts = tensor[: block.length].double().square_()
-                    row.index_add_(0, columns, torch.segment_reduce(parts, "sum", lengths=lengths).to(row.device))
+                    self._add_squares(row, tensor[: block.length], self._segments_of(shard, start, stop, squares))
             block.write_back()
 
     def _apply(self, shard: Shard, run: Run, options: Options, norms: Tensor) -> None:
@@ -101,13 +106,25 @@ class LambDriver(RuleDriver):
             block = Block(shard, start, stop, names, self._scratch)
             direction = self._lamb.direction(block.p, block.state, run.step, options)
             lengths, columns = self._segments_of(shard, start, stop, norms)
-            rate = torch.repeat_interleave(rates[columns.to(rates.device)], lengths, output_size=block.length)
-            block.p[: block.length].sub_(direction[: block.length].mul_(rate.to(direction.dtype)))
+            rate = rates[columns.to(rates.device)].to(direction.dtype)
+            if len(lengths) > 1:
+                rate = torch.repeat_interleave(rate, lengths, output_size=block.length)
+            block.p[: block.length].sub_(direction[: block.length].mul_(rate))
             block.write_back()
 
+    @staticmethod
+    def _add_squares(row: Tensor, tensor: Tensor, segments: tuple[Tensor, Tensor]) -> None:
+        lengths, columns = segments
+        if len(lengths) == 1:
+            sums = block_sum_of_squares(tensor).view(1)
+        else:
+            sums = torch.segment_reduce(tensor.double().square_(), "sum", lengths=lengths)
+        row.index_add_(0, columns, sums.to(row.device))
+
     def _cut_blocks(self, shard: Shard, run: Run, counted: tuple[int, int]) -> Iterator[tuple[int, int]]:
-        edges = [run.start, *(edge for edge in counted if run.start < edge < run.stop), run.stop]
-        for start, stop in pairwise(edges):
+        """Blocks that lie inside or outside of what is counted, and in one long piece or in any number of short ones."""
+        edges = {*counted, *(edge for p in shard.pieces if p.stop - p.start >= _LONG for edge in (p.start, p.stop))}
+        for start, stop in pairwise([run.start, *sorted(edge for edge in edges if run.start < edge < run.stop), run.stop]):
             yield from self._blocks(start, stop, shard)
 
     def _segments_of(self, shard: Shard, start: int, stop: int, squares: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,11 +139,12 @@ class LambDriver(RuleDriver):
             for piece in shard.pieces:
                 begin, end = max(piece.start, start), min(piece.stop, stop)
                 if begin < end:
-                    lengths += [begin - position, end - begin]
-                    columns += [padding, piece.index]
+                    lengths += [begin - position, end - begin] if begin > position else [end - begin]
+                    columns += [padding, piece.index] if begin > position else [piece.index]
                     position = end
-            lengths.append(stop - position)
-            columns.append(padding)
+            if position < stop:
+                lengths.append(stop - position)
+                columns.append(padding)
             self._segments[key] = (
                 torch.tensor(lengths, device=shard.master.device),
                 torch.tensor(columns, device=squares.device),

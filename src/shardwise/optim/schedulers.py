@@ -48,12 +48,11 @@ class GroupSchedule(LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """How far the schedule is. The curves come from the configuration, not from here."""
-        return {"last_epoch": self.last_epoch, "step_count": self._step_count}
+        return {"last_epoch": self.last_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to the saved place and set the groups accordingly."""
         self.last_epoch = int(state_dict["last_epoch"])
-        self._step_count = int(state_dict.get("step_count", self.last_epoch + 1))
         self._last_lr: list[Any] = self.get_lr()
         for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
             group["lr"] = lr
