@@ -47,7 +47,7 @@ class BufferKey:
     replicate: Axis
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Member:
     """A parameter and its place.
 
@@ -131,6 +131,7 @@ class Buffer:
         if not self._placeholders:
             self._placeholders = [placeholder(m.slot.shape, self._dtype(m), self.shard.device) for m in self.members]
         for member, nan in zip(self.members, self._placeholders, strict=True):
+            retype(member.parameter, nn.Parameter)  # released by another buffer, it would refuse to be written
             member.parameter.data = nan
             retype(member.parameter, ReleasedParameter)
 
