@@ -176,8 +176,8 @@ def group_weights(bases: list[float], empty: list[bool]) -> list[float]:
 
     The schedule as written is that of the non-empty group with the largest base learning rate. Empty groups keep their place.
 
-    >>> group_weights([0.1, 3.0, 0.01], [False, True, False])
-    [1.0, 30.0, 0.1]
+    >>> group_weights([0.5, 3.0, 0.125], [False, True, False])
+    [1.0, 6.0, 0.25]
     """
     candidates = [base for base, none in zip(bases, empty, strict=True) if not none] or bases
     reference = max(candidates, default=0.0)

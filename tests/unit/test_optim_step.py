@@ -48,7 +48,7 @@ def test_norm_is_that_of_clip_grad_norm(sizes: list[int], exponent: int, seed: i
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad.clone()
     expected = float(torch.nn.utils.clip_grad_norm_(params, math.inf))
-    assert norm_of(*grads) == pytest.approx(expected, rel=2e-7)
+    assert norm_of(*grads) == pytest.approx(expected, rel=5e-7)
     assert norm_of(*grads) == pytest.approx(math.sqrt(sum(float(grad.double().square().sum()) for grad in grads)), rel=2e-7)
 
 
