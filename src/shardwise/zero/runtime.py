@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -268,7 +268,8 @@ class Runtime:
         try:
             yield
         except BaseException:
-            self._abort_pass()
+            with suppress(UsageError):  # where communication has ended, what is in flight cannot be waited for
+                self._abort_pass()
             raise
         self.end_pass()
 
@@ -526,7 +527,8 @@ class Runtime:
                 unit.gather()
         for traffic in self._by_unit.values():
             for gradients in traffic.gradients:
-                gradients.close()
+                with suppress(UsageError):  # as above: after an error of communication
+                    gradients.close()
             traffic.unit.fetcher = None
             traffic.unit.close()
         self._pool.clear()

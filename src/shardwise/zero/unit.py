@@ -121,16 +121,16 @@ class Unit:
         """Ask for the weights; returns at once. Does nothing unless the unit rests."""
         if self.state is not State.RESTING:
             return
-        self._to(State.GATHERING)
         self._handles = [buffer.storage.gather(f"gather {self.name}") for buffer in self.moving]
+        self._to(State.GATHERING)
 
     def gather(self) -> None:
         """Bring the weights here, and return when they are."""
         self.start_gather()
         if self.state is State.GATHERING:
-            handles, self._handles = self._handles, []
-            for handle in handles:
+            for handle in self._handles:
                 handle.wait()
+            self._handles = []
             for buffer in self.moving:
                 buffer.bind()
                 self.addresses[buffer.address] = self
@@ -141,7 +141,10 @@ class Unit:
         if self.pins or not self.moving or self.state is State.RESTING:
             return
         if self.state is State.GATHERING:
-            self.gather()
+            try:
+                self.gather()
+            except UsageError:  # communication ended before; the error that says why must not be hidden by this one
+                return
         for buffer in self.moving:
             self.addresses.pop(buffer.address, None)
             buffer.unbind()
