@@ -100,8 +100,8 @@ def initialize(
     use_device(device)
     comm = Comm(mesh.data, watchdog_s=settings.watchdog_s)
     try:
-        _check_agreement(comm, mesh, model, settings)
         plan = plan_groups(optimizer, model_parameters, model.named_parameters(), settings.optimizer)
+        _check_agreement(comm, mesh, model, settings, plan)
         groups = _groups_of(plan)
         built = build_units(model, Site(comm, mesh, policy, device, groups))
         _share_buffers(model, comm, mesh, device)
@@ -124,11 +124,12 @@ def _pick_config(args: Any, config: Any, config_params: Any) -> Any:
     return None
 
 
-def _check_agreement(comm: Comm, mesh: DataMesh, model: nn.Module, config: Config) -> None:
-    """Ranks that were started with different models or configurations would exchange the wrong bytes."""
+def _check_agreement(comm: Comm, mesh: DataMesh, model: nn.Module, config: Config, plan: OptimizerPlan | None) -> None:
+    """Ranks that were started with different models, configurations or groups would exchange the wrong bytes."""
     mine = [f"parameter {name}: {tuple(p.shape)} {p.dtype} trainable={p.requires_grad}" for name, p in model.named_parameters()]
     mine += [f"buffer {name}: {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
     mine += [f"configuration {key}: {value}" for key, value in sorted(json.loads(config.model_dump_json()).items())]
+    mine += [] if plan is None else _describe_groups(plan, model)
     digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
     if len(set(comm.all_gather_object(digest, mesh.data, "compare models"))) == 1:
         return
@@ -144,9 +145,21 @@ def _check_agreement(comm: Comm, mesh: DataMesh, model: nn.Module, config: Confi
                         f"rank {mesh.data.ranks[0]} and rank {rank} were started with different models or configurations",
                         expected=f"on rank {rank}: {left}",
                         found=right,
-                        do="build the same model from the same configuration on every rank",
+                        do="build the same model and optimizer from the same configuration on every rank",
                     )
                 )
+
+
+def _describe_groups(plan: OptimizerPlan, model: nn.Module) -> list[str]:
+    """A line for each group of parameters, with the options that are plain values."""
+    names = {param: name for name, param in model.named_parameters()}
+    lines: list[str] = []
+    for number, group in enumerate(plan.param_groups):
+        options = {key: value.tolist() if isinstance(value, Tensor) else value for key, value in group.items()}
+        plain = {key: value for key, value in sorted(options.items()) if isinstance(value, (int, float, str, tuple))}
+        members = ", ".join(names[param] for param in group["params"])
+        lines.append(f"optimizer group {number}: {plain} of {members or 'no parameters'}")
+    return lines
 
 
 def _groups_of(plan: OptimizerPlan | None) -> dict[nn.Parameter, int]:
