@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -89,31 +90,28 @@ def _fsdp2(model: nn.Module, text: Tensor, targets: Tensor) -> Step:
     return _plain_loop(model, text, targets)
 
 
-def _shardwise(stage: int) -> Callable[[nn.Module, Tensor, Tensor], Step]:
-    def setup(model: nn.Module, text: Tensor, targets: Tensor) -> Step:
-        import shardwise
+def _shardwise(stage: int, model: nn.Module, text: Tensor, targets: Tensor) -> Step:
+    import shardwise
 
-        config = {
-            "train_micro_batch_size_per_gpu": len(text),
-            "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.01}},
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 1000},
-        }
-        engine, *_ = shardwise.initialize(model=model, config=config)
+    config = {
+        "train_micro_batch_size_per_gpu": len(text),
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.01}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 1000},
+    }
+    engine, *_ = shardwise.initialize(model=model, config=config)
 
-        def step() -> Tensor:
-            loss = engine(text, targets)
-            engine.backward(loss)
-            engine.step()
-            return loss.detach()
+    def step() -> Tensor:
+        loss = engine(text, targets)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
 
-        return step
-
-    return setup
+    return step
 
 
 VARIANTS = (
     Variant("PyTorch, one process", _plain_loop, alone=True),
     Variant("PyTorch DDP", _ddp),
     Variant("PyTorch FSDP2", _fsdp2),
-    *(Variant(f"Shardwise stage {stage}", _shardwise(stage)) for stage in range(4)),
+    *(Variant(f"Shardwise stage {stage}", partial(_shardwise, stage)) for stage in range(4)),
 )
