@@ -387,6 +387,7 @@ class Engine(nn.Module):
         report = path.run(optimizer.param_groups, self._denominator(), used, describe=self._name_culprit)
         self._grad_norm = report.grad_norm
         self._applied = report.applied
+        optimizer.announce_step()
         if report.applied:
             self._runtime.weights_changed()
         elif self._parts.mesh.data.index == 0:
