@@ -179,6 +179,18 @@ def test_torch_transport(world_size: int) -> None:
     comm.close()
 
 
+@ranks(3)
+def test_scattered_sums_of_16_bit_numbers_are_rounded_once() -> None:
+    axis = Axis("data", (0, 1, 2), dist.get_rank())
+    comm = Comm(axis)
+    for dtype, large in ((torch.bfloat16, 256.0), (torch.float16, 2048.0)):
+        full = torch.full((12,), large if axis.index == 0 else 1.0, dtype=dtype)
+        out = torch.zeros(4, dtype=dtype)
+        comm.reduce_scatter(out, full, axis, "x").wait()
+        assert out.tolist() == [large + 2] * 4  # adding one after the other would lose both ones
+    comm.close()
+
+
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_null_transport(size: int) -> None:
     for rank in range(size):

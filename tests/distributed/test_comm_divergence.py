@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import Comm
+from shardwise.comm import Comm, Handle
 from shardwise.errors import DivergenceError, PeerLostError, StallError, UsageError
 from shardwise.mesh import Axis
 from tests.harness import ranks
@@ -80,6 +80,34 @@ def test_one_rank_skips_a_collective() -> None:
         use(comm, axis, "a", "b", "c")
     with soon(DivergenceError, r"rank 0: asks for 'c' .*asks for 'b' "):
         use(comm, axis, "a", *(["b"] if axis.index else []), "c", "a", "b")
+
+
+def every_operation(comm: Comm, axis: Axis) -> dict[str, Callable[[], Handle]]:
+    size = axis.size
+    return {
+        "all_gather": lambda: comm.all_gather(torch.zeros(3 * size), torch.zeros(3), axis, "x"),
+        "reduce_scatter": lambda: comm.reduce_scatter(torch.zeros(3), torch.zeros(3 * size), axis, "x"),
+        "all_reduce": lambda: comm.all_reduce(torch.zeros(3), axis, "x"),
+        "broadcast": lambda: comm.broadcast(torch.zeros(3), axis, 1, "x"),
+        "scatter": lambda: comm.scatter(torch.zeros(3), torch.zeros(3 * size) if axis.index == 1 else None, axis, 1, "x"),
+    }
+
+
+@pytest.mark.parametrize("operation", ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "scatter"])
+@ranks(2)
+def test_a_rank_that_waits_in_any_operation_learns_that_another_has_closed(operation: str, tmp_path: Path) -> None:
+    """What is in flight on one rank must not keep it from looking up, whatever the backend does to carry it out."""
+    comm, axis = start()
+    begin = every_operation(comm, axis)[operation]
+    for _ in range(3):
+        begin().wait()
+    if axis.index == 0:
+        with soon(DivergenceError, f"rank 1 has closed its engine while others go on: found rank 0 waits for 'x' .{operation}"):
+            begin().wait()
+        (tmp_path / "raised").touch()
+    else:
+        comm.close()
+        until((tmp_path / "raised").exists)  # and stays in the process group
 
 
 @ranks(2)
@@ -211,7 +239,7 @@ def test_nothing_is_left_of_many_comms() -> None:
 
 STALLED = """
 import sys, time, torch, torch.distributed as dist
-from shardwise.comm import Comm
+from shardwise.comm import Comm, Handle
 from shardwise.mesh import Axis
 
 rank = int(sys.argv[1])
