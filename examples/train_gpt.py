@@ -220,8 +220,8 @@ def main() -> None:
                 learning_rate=engine.get_lr()[0],
                 gradient_norm=engine.get_global_grad_norm(),
             )
-    reports = on_every_rank(engine.memory_report())
-    measured = on_every_rank(read_memory(engine.device).peak)
+    memory = {**engine.memory_report(), "process": read_memory(engine.device).peak}
+    reports = on_every_rank(memory, engine.device)
 
     with engine.inference() as model:  # Shardwise
         after = mean_loss(model, held_out)
@@ -229,16 +229,17 @@ def main() -> None:
     if rank == 0:
         print(f"\nheld-out loss {before:.4f} before, {after:.4f} after {args.steps} steps (nats per byte)")
         print(f"\n300 bytes written by the trained model:\n\n{indented(sample)}\n")
-        print(memory_table(reports, measured))
+        print(memory_table(reports, measured=[report["process"] for report in reports]))
     engine.destroy(restore=False)
     dist.destroy_process_group()
 
 
-def on_every_rank(value: Any) -> list[Any]:
-    """The values of all ranks, in rank order."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+def on_every_rank(numbers: dict[str, int], device: torch.device) -> list[dict[str, int]]:
+    """The numbers of all ranks, in rank order."""
+    mine = torch.tensor(list(numbers.values()), device=device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return [dict(zip(numbers, theirs.tolist(), strict=True)) for theirs in everyone]
 
 
 def indented(text: str) -> str:
