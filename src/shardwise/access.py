@@ -231,12 +231,12 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _assemble(home: Home, local: Callable[[Piece], Tensor], *, flat: bool = False) -> Tensor:
     """Put the ranks' pieces together. An empty piece from `local` stands for zeros."""
     dtype = _wide(_master(home).dtype)
-    total = torch.zeros(home.member.slot.length, dtype=dtype, device=home.buffer.shard.device)
+    # Each element comes from one rank of the shard axis; minus zero on the others makes the sum exact, signs of zeros included.
+    total = torch.zeros(home.member.slot.length, dtype=dtype, device=home.buffer.shard.device).neg_()
     for piece in _pieces(home):
         part = local(piece)
         if part.numel():
             total[piece.offset : piece.offset + piece.last - piece.first] = part.to(dtype)
-    # Each element is non-zero on one rank of the shard axis only, so the sum is exact.
     home.unit.comm.all_reduce(total, home.buffer.key.shard, f"assemble {home.name}").wait()
     return total if flat else _shaped(home, total)
 

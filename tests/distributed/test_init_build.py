@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
+import shardwise
 from shardwise import zero
 from shardwise.errors import ConfigError, ParameterError, UsageError
 from shardwise.zero import ReleasedParameter
@@ -380,21 +381,32 @@ def test_a_model_whose_construction_failed_does_no_harm() -> None:
 def test_blocks_inside_blocks() -> None:
     """A library that builds under `Init` by itself, called from a script that does so too."""
 
-    def inner() -> nn.Module:
-        with zero.Init():
-            return Root()
+    def inner(enabled: bool) -> nn.Module:
+        with zero.Init(enabled=enabled):
+            model = Root()
+            model.spare = nn.Parameter(torch.randn(3))
+        assert isinstance(model.spare, ReleasedParameter) is enabled
+        return model
 
-    def build() -> nn.Module:
-        made = nn.ModuleList([Block(), inner(), Block()])
-        made.apply(_by_function)
-        nn.init.uniform_(made[1].blocks[0].gain)
+    def build(enabled: bool) -> Any:
+        with zero.Init(enabled=enabled):
+            made = nn.ModuleList([Block(), inner(enabled), Block()])
+            made.apply(_by_function)
+            nn.init.uniform_(made[1].blocks[0].gain)
         return made
+
+    torch.manual_seed(7)
+    normal = build(False)
+    torch.manual_seed(7)
+    model = build(True)
+    assert all(parameter.isnan().all() for parameter in model.parameters())
+    with zero.GatheredParameters(model.parameters()):
+        assert all(same(one, other) for one, other in zip(model.parameters(), normal.parameters(), strict=True))
 
     def within_disabled() -> nn.Module:
         with zero.Init(enabled=False):
             return Block()
 
-    assert differences(build) == []
     assert differences(within_disabled) == []
     torch.manual_seed(7)
     with zero.Init(enabled=False), zero.Init():
@@ -422,6 +434,17 @@ def test_one_block_after_the_other_extends_a_model() -> None:
     normal.apply(_by_function)
     with zero.GatheredParameters(model.parameters()):
         assert [n for (n, p), q in zip(model.named_parameters(), normal.parameters(), strict=True) if not same(p, q)] == []
+
+
+@ranks(2)
+def test_parameters_that_share_memory_are_refused_as_in_a_normal_build() -> None:
+    """Weights tied through `.data` are two parameters on the same bytes."""
+    for enabled in (False, True):
+        with zero.Init(enabled=enabled):
+            model: Any = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)])
+            model[1].weight.data = model[0].weight.data
+        with pytest.raises(ParameterError, match="share memory"):
+            shardwise.initialize(model=model, config=config(3))
 
 
 @ranks(2)

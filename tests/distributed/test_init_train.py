@@ -135,7 +135,7 @@ def test_a_checkpoint_that_lacks_a_key(precision: str) -> None:
 
 def matches(model: nn.Module, expected: dict[str, Tensor]) -> bool:
     with zero.GatheredParameters(model.parameters()):
-        mine = {name: parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+        mine = dict(model.named_parameters(remove_duplicate=False))
         return agree(mine.values()) and all(same(value, expected[name]) for name, value in mine.items())
 
 

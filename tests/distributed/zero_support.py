@@ -145,8 +145,12 @@ def same(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors agree in dtype, shape and every bit."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    left, right = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
-    return torch.equal(left, right)
+    return one.numel() == 0 or torch.equal(_bytes(one), _bytes(other))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 def everywhere(value: Any) -> list[Any]:
@@ -158,7 +162,7 @@ def everywhere(value: Any) -> list[Any]:
 
 def agree(tensors: Iterable[Tensor]) -> bool:
     """Whether all ranks hold the same tensors in every bit."""
-    mine = [(str(t.dtype), tuple(t.shape), t.detach().contiguous().reshape(-1).view(torch.uint8).tolist()) for t in tensors]
+    mine = [(str(t.dtype), tuple(t.shape), _bytes(t).tolist()) for t in tensors]
     return all(other == mine for other in everywhere(mine))
 
 

@@ -6,7 +6,7 @@ checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -52,14 +52,22 @@ class Member:
     """A parameter and its place.
 
     Args:
-        parameter: the user's object, never replaced.
+        reference: gives the parameter, the user's object, which is never replaced; None once it is dead. An engine keeps its
+            parameters alive, `zero.Init` does not.
         slot: where it lies in the buffer; `slot.name` is its first name in the model.
         index: its number among all parameters of the engine.
     """
 
-    parameter: nn.Parameter
+    reference: Callable[[], nn.Parameter | None]
     slot: Slot
     index: int
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The user's object."""
+        parameter = self.reference()
+        assert parameter is not None, f"{self.name} is dead"
+        return parameter
 
     @property
     def name(self) -> str:
@@ -95,6 +103,7 @@ class Buffer:
         # Views outlive a release: they share the storage that is emptied and refilled (see "Same storage" in unit.py).
         self._views = [member.view(storage.full) for member in self.members] if storage.is_live else []
         self._placeholders: list[Tensor] = []
+        self._gone: set[int] = set()  # members that another buffer holds now
 
     @property
     def trainable(self) -> bool:
@@ -116,26 +125,46 @@ class Buffer:
         """Where the gathered bytes are, to recognise views of them."""
         return self.storage.full.untyped_storage().data_ptr()
 
+    def present(self) -> Iterator[tuple[int, Member, nn.Parameter]]:
+        """Members that are alive and have not been taken over by another buffer, with their numbers."""
+        for number, member in enumerate(self.members):
+            parameter = None if number in self._gone else member.reference()
+            if parameter is not None:
+                yield number, member, parameter
+
+    def forget(self, number: int) -> None:
+        """Another buffer holds this member from now on."""
+        self._gone.add(number)
+
     def bind(self) -> None:
         """Point every parameter at the gathered bytes."""
         if not self._views:
             with torch.inference_mode(False):  # views made in inference mode could never be trained on
                 self._views = [member.view(self.storage.full) for member in self.members]
-        for member, view in zip(self.members, self._views, strict=True):
-            retype(member.parameter, nn.Parameter)
+        for number, _, parameter in self.present():
+            retype(parameter, nn.Parameter)
             # `.data`, so that writes through the buffer do not bump the parameter's version counter.
-            member.parameter.data = view
+            parameter.data = self._views[number]
 
     def unbind(self) -> None:
         """Put placeholders where the values were."""
         if not self._placeholders:
-            self._placeholders = [placeholder(m.slot.shape, self._dtype(m), self.shard.device) for m in self.members]
-        for member, nan in zip(self.members, self._placeholders, strict=True):
-            retype(member.parameter, nn.Parameter)  # released by another buffer, it would refuse to be written
-            member.parameter.data = nan
-            retype(member.parameter, ReleasedParameter)
+            self._placeholders = [placeholder(m.slot.shape, self.dtype_of(m), self.shard.device) for m in self.members]
+        for number, _, parameter in self.present():
+            retype(parameter, nn.Parameter)  # released by another buffer, it would refuse to be written
+            parameter.data = self._placeholders[number]
+            retype(parameter, ReleasedParameter)
 
-    def _dtype(self, member: Member) -> torch.dtype:
+    def lend(self) -> None:
+        """Give every parameter memory of its own, with the gathered values."""
+        with torch.inference_mode(False):
+            for _, member, parameter in self.present():
+                own = member.view(self.storage.full).clone()
+                retype(parameter, nn.Parameter)
+                parameter.data = own
+
+    def dtype_of(self, member: Member) -> torch.dtype:
+        """Dtype of a parameter in this buffer."""
         return _COMPLEX[self.key.dtype] if member.slot.request.width == 2 else self.key.dtype
 
     def own_pieces(self) -> Iterator[tuple[Member, int, int]]:

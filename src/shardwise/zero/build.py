@@ -6,13 +6,15 @@ mapping.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from shardwise.comm import Comm
 from shardwise.errors import ParameterError, explain
@@ -22,9 +24,9 @@ from shardwise.policy import Policy, Release, matches_module
 from shardwise.zero.buffer import Buffer, BufferKey, Member, as_storage, storage_dtype_of
 from shardwise.zero.discovery import Named, UnitPlan, class_names, named_modules, plan_units
 from shardwise.zero.released import ReleasedParameter, homes
-from shardwise.zero.unit import Unit, provisional_units
+from shardwise.zero.unit import Unit
 
-__all__ = ["Site", "build_buffers", "build_units", "check_parameters", "full_values"]
+__all__ = ["Site", "build_buffers", "build_units", "check_parameters", "full_values", "overlaps"]
 
 
 def build_units(model: nn.Module, site: Site) -> list[tuple[Unit, UnitPlan]]:
@@ -46,8 +48,6 @@ def build_units(model: nn.Module, site: Site) -> list[tuple[Unit, UnitPlan]]:
         buffers = build_buffers(plan.parameters, site, plan.name or "<root>", kinds=Kinds(pinned, narrow), first_index=count)
         count += len(plan.parameters)
         units.append((Unit(plan.name, buffers, site.comm, site.mesh.data), plan))
-    for module in model.modules():
-        provisional_units.pop(module, None)
     return units
 
 
@@ -87,12 +87,21 @@ def build_buffers(
                 full[member.slot.offset : member.slot.stop].copy_(as_storage(member.parameter.detach()))
         site.comm.broadcast(full, site.mesh.data, 0, f"broadcast {label}").wait()
         buffer.write(full)
+        for member in buffer.members:
+            _move_out(member.parameter)
         if buffer.storage.is_live:
             buffer.bind()
         else:
             buffer.unbind()
         buffers.append(buffer)
     return buffers
+
+
+def _move_out(parameter: nn.Parameter) -> None:
+    """Leave the unit where the parameter has lived so far, which must not touch it again."""
+    home = homes.pop(parameter, None)
+    if home is not None and home.reference() is not None:
+        home.buffer.forget(home.place[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +127,7 @@ class Site:
         policy: stage, dtypes, thresholds.
         device: where the parameters shall live.
         groups: optimizer group of each parameter that an optimizer updates.
+        provisional: whether buffers leave it to others to keep their parameters alive.
     """
 
     comm: Comm
@@ -125,6 +135,7 @@ class Site:
     policy: Policy
     device: torch.device
     groups: Mapping[nn.Parameter, int]
+    provisional: bool = False
 
 
 def _allocate(key: BufferKey, named: Sequence[Named], site: Site, first_index: int) -> Buffer:
@@ -138,9 +149,8 @@ def _allocate(key: BufferKey, named: Sequence[Named], site: Site, first_index: i
     storage = site.comm.allocate(layout.chunk, key.shard, key.dtype, site.device, resident=resident)
     site.comm.ledger.hold("parameters", storage.nbytes_resting)
     numbered = enumerate(zip(named, layout.slots, strict=True), start=first_index)
-    buffer = Buffer(
-        key, layout, [Member(item.parameter, slot, index) for index, (item, slot) in numbered], storage, resident=resident
-    )
+    members = [Member(_reference(item.parameter, site), slot, index) for index, (item, slot) in numbered]
+    buffer = Buffer(key, layout, members, storage, resident=resident)
     master = _master_dtype(key, site.policy)
     if buffer.trainable and master == key.dtype:
         buffer.master = buffer.shard
@@ -148,6 +158,10 @@ def _allocate(key: BufferKey, named: Sequence[Named], site: Site, first_index: i
         buffer.master = torch.zeros(layout.chunk, dtype=master, device=site.device)
         site.comm.ledger.hold("master weights", buffer.master.nbytes)
     return buffer
+
+
+def _reference(parameter: nn.Parameter, site: Site) -> Callable[[], nn.Parameter | None]:
+    return cast("Callable[[], nn.Parameter | None]", TensorWeakRef(parameter)) if site.provisional else lambda: parameter
 
 
 def _master_dtype(key: BufferKey, policy: Policy) -> torch.dtype:
@@ -161,24 +175,39 @@ def check_parameters(model: nn.Module) -> None:
         ParameterError: a parameter is on the meta device or held by another engine, or two parameters share memory without
             being the same object.
     """
-    extents: dict[int, list[tuple[int, int, str]]] = {}
+    whole: list[tuple[str, Tensor]] = []
     for name, parameter in model.named_parameters():
         home = homes.get(parameter)
         if home is not None and home.held:
             remedy = "call destroy() on that engine first, or give the second engine a model of its own"
             raise ParameterError(explain(f"parameter {name!r} belongs to another engine", do=remedy))
+        if nn.parameter.is_lazy(parameter):
+            remedy = "run one forward of the model before, on an example input"
+            raise ParameterError(explain(f"parameter {name!r} is lazy and has no shape yet", do=remedy))
         if parameter.is_meta:
             remedy = "build the model under `with shardwise.zero.Init():`, or materialise it with to_empty() and load weights"
             raise ParameterError(explain(f"parameter {name!r} is on the meta device and has no values", do=remedy))
-        if parameter.numel() and parameter.layout == torch.strided and not isinstance(parameter, ReleasedParameter):
-            base, start, stop = _extent(parameter)
+        if not isinstance(parameter, ReleasedParameter):
+            whole.append((name, parameter))
+    for one, other in overlaps(whole):
+        remedy = "to tie weights, assign the same nn.Parameter to both modules; to untie them, clone() one"
+        problem = f"parameters {one!r} and {other!r} are different objects that share memory"
+        raise ParameterError(explain(problem, do=remedy))
+
+
+def overlaps(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, str]]:
+    """Names of tensors that have bytes in common, as pairs of neighbours in memory."""
+    extents: dict[int, list[tuple[int, int, str]]] = {}
+    for name, tensor in named:
+        if tensor.numel() and tensor.layout == torch.strided:
+            base, start, stop = _extent(tensor)
             extents.setdefault(base, []).append((start, stop, name))
-    for spans in extents.values():
-        for (_, end, one), (start, _, other) in pairwise(sorted(spans)):
-            if start < end:
-                remedy = "to tie weights, assign the same nn.Parameter to both modules; to untie them, clone() one"
-                problem = f"parameters {one!r} and {other!r} are different objects that share memory"
-                raise ParameterError(explain(problem, do=remedy))
+    return [
+        (one, other)
+        for spans in extents.values()
+        for (_, end, one), (start, _, other) in pairwise(sorted(spans))
+        if start < end
+    ]
 
 
 def _extent(tensor: Tensor) -> tuple[int, int, int]:

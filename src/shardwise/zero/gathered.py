@@ -6,10 +6,11 @@ Owns what happens to edits. Refuses to know engines: it finds the units of the p
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,11 @@ from torch.autograd.graph import increment_version
 from shardwise.errors import ParameterError, UsageError, explain
 from shardwise.zero.buffer import as_storage
 from shardwise.zero.released import homes
-from shardwise.zero.unit import Home, State, Unit
+from shardwise.zero.unit import Home, State
 
-__all__ = ["DiscardedEditWarning", "GatheredParameters"]
+__all__ = ["DiscardedEditWarning", "GatheredParameters", "commit"]
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DiscardedEditWarning(UserWarning):
@@ -37,8 +40,13 @@ class GatheredParameters:
         fwd_module: accepted for compatibility; parameters used outside their module are found without it.
         enabled: False makes it do nothing.
 
-    Inside a block that edits, `parameter.data` may be written in place or assigned a tensor of the same shape.
-    Nested blocks, and blocks around parameters that are gathered already, are fine.
+    Inside a block that edits, `parameter.data` may be written in place or assigned a tensor of the same shape. A block that is
+    left by an exception discards edits. Nested blocks, and blocks around parameters that are gathered already, are fine.
+    Tensors that were read inside may be kept; at stage 3 they do not follow the weights afterwards.
+
+    Raises:
+        ParameterError: `params` holds something else than tensors; or, at the end of a block, a parameter has another shape.
+        UsageError: `modifier_rank` is not a rank.
     """
 
     def __init__(
@@ -48,132 +56,218 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        given: list[Any] = [params] if isinstance(params, Tensor) else list(params)
-        for tensor in given:
-            if not isinstance(tensor, Tensor):
-                raise ParameterError(
-                    explain(
-                        "GatheredParameters takes tensors", expected="a Parameter or an iterable of them", found=repr(tensor)
-                    )
-                )
-        unique: list[Tensor] = list({id(tensor): tensor for tensor in given}.values()) if enabled else []
-        held = [(tensor, home) for tensor in unique if (home := homes.get(tensor)) is not None and home.reference() is not None]
-        self._homes: list[Home] = [home for _, home in held]
-        self._others = [tensor for tensor in unique if homes.get(tensor) is None]
+        self._tensors = _tensors(params) if enabled else []
         self._modifier = modifier_rank
-        self._exit = ExitStack()
-        self._before: list[Tensor | None] = []
+        self._blocks: list[_Block] = []  # one object may be entered again, even inside itself
 
     def __enter__(self) -> None:
-        units = _units(self._homes)
-        if units and self._modifier is not None and self._modifier not in units[0].data.ranks:
-            raise UsageError(
-                explain("modifier_rank is not a rank", expected=f"one of {units[0].data.ranks}", found=repr(self._modifier))
-            )
-        stay = {unit for unit in units if unit.state is State.LIVE}
-        for unit in units:
-            self._exit.enter_context(unit.pinned())
-        if self._modifier is None:
-            # What is released at the end forgets edits by itself; what stays has to be put back.
-            self._before = [
-                home.member.parameter.detach().clone() if home.unit in stay or home.buffer.resident else None
-                for home in self._homes
-            ]
+        self._blocks.append(_Block(self._tensors, self._modifier))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            if kind is None:
-                for home in self._homes:
-                    _take_assigned_data(home)
-                if self._modifier is None:
-                    self._undo()
-                else:
-                    self._publish(self._modifier)
-        finally:
-            self._exit.close()
+        self._blocks.pop().leave(edits=kind is None)
 
-    def _undo(self) -> None:
-        edited = [home.name for home, before in zip(self._homes, self._before, strict=True) if _undo_edit(home, before)]
+
+def _tensors(params: object) -> list[Tensor]:
+    """The distinct tensors, in order."""
+    if isinstance(params, Tensor):
+        return [params]
+    if isinstance(params, nn.Module) or not isinstance(params, Iterable):
+        raise _no_tensors(params)
+    tensors: dict[int, Tensor] = {}
+    for tensor in cast("Iterable[object]", params):
+        if not isinstance(tensor, Tensor):
+            raise _no_tensors(tensor)
+        tensors[id(tensor)] = tensor
+    return list(tensors.values())
+
+
+def _no_tensors(found: object) -> ParameterError:
+    do = "pass module.parameters()" if isinstance(found, nn.Module) else ""
+    text = type(found).__name__ if isinstance(found, nn.Module) else repr(found)
+    expected = "a Parameter or an iterable of them"
+    return ParameterError(explain("GatheredParameters takes tensors", expected=expected, found=text, do=do))
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A parameter in a block, and what it was.
+
+    Args:
+        home: where it lives.
+        before: a copy of its values, where they stay when the block ends, so that edits can be undone.
+        mark: a fingerprint of its values elsewhere.
+    """
+
+    home: Home
+    parameter: nn.Parameter
+    stays: bool
+    before: Tensor | None = None
+    mark: tuple[int, ...] = ()
+
+    def look(self) -> None:
+        """Take the values as they are now for those before any edit."""
+        values = self.parameter.detach()
+        if self.stays:
+            self.before = values.clone()
+        else:
+            self.mark = _fingerprint(values)
+
+    @property
+    def edited(self) -> bool:
+        """Whether the values have changed since."""
+        values = self.parameter.detach()
+        return _fingerprint(values) != self.mark if self.before is None else not _same_bits(values, self.before)
+
+    def undo(self) -> None:
+        """Put the values back. Where they are about to be released, they are left to be."""
+        if self.before is not None:
+            self.parameter.data.copy_(self.before)
+
+
+class _Block:
+    """One time of being inside."""
+
+    def __init__(self, tensors: Sequence[Tensor], modifier: int | None) -> None:
+        for tensor in tensors:
+            home = homes.get(tensor)
+            if home is not None and home.unit.settle is not None:
+                home.unit.settle(home.unit)
+        found = [(tensor, homes.get(tensor)) for tensor in tensors]
+        held = [home for _, home in found if home is not None]
+        self._others = [tensor for tensor, home in found if home is None]
+        self._modifier = modifier
+        self._units = list({id(home.unit): home.unit for home in held}.values())
+        if self._units and modifier is not None and modifier not in self._units[0].data.ranks:
+            expected = f"one of {self._units[0].data.ranks}"
+            raise UsageError(explain("modifier_rank is not a rank", expected=expected, found=repr(modifier)))
+        stay = {unit for unit in self._units if unit.state in (State.LIVE, State.LENT)}
+        self._exit = ExitStack()
+        with self._exit:  # what was pinned is let go if the next unit cannot be gathered
+            for unit in self._units:
+                self._exit.enter_context(unit.pinned(lend=True))
+            self._watched = [_Watched(h, h.member.parameter, h.unit in stay or h.buffer.resident) for h in held]
+            for watched in self._watched:
+                watched.look()
+            self._exit = self._exit.pop_all()
+        for unit in self._units:
+            unit.watchers.append(self._look)
+
+    def leave(self, *, edits: bool) -> None:
+        """End of the block.
+
+        Args:
+            edits: whether edits count, as opposed to a block that ends by an exception.
+        """
+        for unit in self._units:
+            unit.watchers.remove(self._look)
+        with self._exit:
+            problems = [problem for watched in self._watched if (problem := _bring_back(watched)) is not None]
+            if edits and self._modifier is not None and self._units:
+                unit = self._units[0]  # only one rank edits, and yet all must raise
+                everyone: list[list[str]] = unit.comm.all_gather_object(problems, unit.data, "are edited shapes right")
+                problems = problems or next((other for other in everyone if other), problems)
+            if problems or not edits:
+                for watched in self._watched:
+                    watched.undo()
+            elif self._modifier is None:
+                self._discard()
+            else:
+                self._publish(self._modifier)
+            if problems and edits:
+                raise ParameterError(problems[0])
+
+    def _look(self) -> None:
+        for watched in self._watched:
+            watched.look()
+
+    def _discard(self) -> None:
+        edited = [watched for watched in self._watched if watched.edited]
+        for watched in edited:
+            watched.undo()
         if edited:
+            names = ", ".join(repr(watched.home.name) for watched in edited)
             warnings.warn(
-                f"edits of {', '.join(map(repr, edited))} inside GatheredParameters were discarded; "
+                f"edits of {names} inside GatheredParameters were discarded; "
                 "pass modifier_rank=<the rank whose edit counts> to keep them",
                 DiscardedEditWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def _publish(self, modifier: int) -> None:
-        for home in self._homes:
-            unit = home.unit
-            values = as_storage(home.member.parameter.detach())
+        for watched in self._watched:
+            home, unit = watched.home, watched.home.unit
+            values = as_storage(watched.parameter.detach())
             unit.comm.broadcast(values, unit.data, unit.data.ranks.index(modifier), f"edit of {home.name}").wait()
             commit(home)
-        for unit in _units(self._homes):
-            unit.version += 1
-            for tensor in self._others if unit is _units(self._homes)[0] else ():
-                flat = tensor.detach()
-                whole = flat.contiguous()
-                unit.comm.broadcast(whole.view(-1), unit.data, unit.data.ranks.index(modifier), "edit of a buffer").wait()
+        for unit in self._units:
+            unit.changed(lent_too=True)
+        for tensor in self._others if self._units else ():
+            unit, flat = self._units[0], tensor.detach()
+            whole = flat.contiguous()
+            unit.comm.broadcast(whole.view(-1), unit.data, unit.data.ranks.index(modifier), "edit of a buffer").wait()
+            if whole.data_ptr() != flat.data_ptr():
                 flat.copy_(whole)
 
 
 def commit(home: Home) -> None:
-    """Take the gathered values of a parameter as its weights: into the resting shard and the master weights."""
-    buffer = home.buffer
+    """Take the values that a parameter has now, equal on all ranks, as its weights: into the shard and the master weights."""
+    buffer, member = home.buffer, home.member
+    values = as_storage(member.parameter.detach())
     start, _ = buffer.interval
-    for member, first, last in buffer.own_pieces():
-        if member is not home.member:
+    for owner, first, last in buffer.own_pieces():
+        if owner is not member:
             continue
-        new = buffer.storage.full[start + first : start + last]
+        new = values[start + first - member.slot.offset : start + last - member.slot.offset]
         if not buffer.resident:
             buffer.shard[first:last].copy_(new)
         master = buffer.master
         if master is not None and master is not buffer.shard:
             # A master holds more digits than the weight; those of values that were not edited are kept.
             part = master[first:last]
-            torch.where(new == part.to(new.dtype), part, new.to(part.dtype), out=part)
+            rounded = part.to(new.dtype)
+            kept = (new == rounded) & (new.signbit() == rounded.signbit())
+            torch.where(kept, part, new.to(part.dtype), out=part)
     if buffer.resident:
-        increment_version(home.member.parameter)
+        increment_version(member.parameter)
 
 
-def _units(found: list[Home]) -> list[Unit]:
-    return list({id(home.unit): home.unit for home in found}.values())
-
-
-def _take_assigned_data(home: Home) -> None:
-    """The user may have replaced `parameter.data`: bring its values back to where the parameter lives."""
-    parameter, place = home.member.parameter, home.member.view(home.buffer.storage.full)
-    if parameter.data_ptr() == place.data_ptr() and parameter.shape == place.shape:
-        return
-    if parameter.shape != place.shape:
-        found = tuple(parameter.shape)
-        home.buffer.bind()
-        raise ParameterError(
-            explain(f"parameter {home.name!r} changed its shape", expected=f"{tuple(place.shape)}", found=f"{found}")
-        )
-    place.copy_(parameter.detach())
+def _bring_back(watched: _Watched) -> str | None:
+    """The user may have replaced `parameter.data`: bring its values to where the parameter lives. Says what is wrong."""
+    parameter, buffer, member = watched.parameter, watched.home.buffer, watched.home.member
+    found, dtype = parameter.detach(), buffer.dtype_of(member)
+    right = found.shape == member.slot.shape
+    lent = not buffer.resident and watched.home.unit.state is State.LENT
+    if lent and right and found.dtype == dtype and found.is_contiguous():
+        return None
+    if lent:
+        place = torch.empty(member.slot.shape, dtype=dtype, device=buffer.shard.device)
+    else:
+        place = member.view(buffer.storage.full)
+        if right and found.data_ptr() == place.data_ptr():
+            return None
+    if right:
+        place.copy_(found)
+    elif lent and watched.before is not None:
+        place.copy_(watched.before)
     parameter.data = place
+    return None if right else _wrong_shape(watched.home, found)
 
 
-def _undo_edit(home: Home, before: Tensor | None) -> bool:
-    """Whether the parameter was edited on this rank (its chunk of it, where the rest is about to be released anyway)."""
-    parameter = home.member.parameter
-    if before is not None:
-        if _same_bits(parameter.detach(), before):
-            return False
-        parameter.data.copy_(before)
-        return True
-    start, _ = home.buffer.interval
-    return any(
-        not _same_bits(home.buffer.storage.full[start + first : start + last], home.buffer.shard[first:last])
-        for member, first, last in home.buffer.own_pieces()
-        if member is home.member
-    )
+def _wrong_shape(home: Home, found: Tensor) -> str:
+    expected = f"{tuple(home.member.slot.shape)}"
+    return explain(f"parameter {home.name!r} changed its shape", expected=expected, found=f"{tuple(found.shape)}")
+
+
+def _fingerprint(values: Tensor) -> tuple[int, ...]:
+    """Sums over the bits of a tensor and over some of them, which hardly any edit leaves as they are."""
+    bits = _bits(values)
+    return tuple(int(bits[::stride].sum(dtype=torch.int64)) for stride in (1, 3, 7))
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return (
-        torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
-        if one.dim()
-        else bool(torch.equal(one, other) or (one.isnan() and other.isnan()))
-    )
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(_bits(one), _bits(other))
+
+
+def _bits(values: Tensor) -> Tensor:
+    flat = as_storage(values).contiguous()
+    return flat.view(_INTEGERS[flat.itemsize]) if flat.numel() else flat.to(torch.uint8)

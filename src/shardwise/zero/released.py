@@ -4,7 +4,8 @@ The `nn.Parameter` object a user holds never changes identity. While its unit is
 is a full-shape, stride-0 view of one NaN (so shape and numel stay true and a read is loudly NaN), and its class is
 `ReleasedParameter`, through which torch tells us about every operation that touches it. An operation inside a running forward
 pass fetches the weights on demand (a parameter used outside the module that owns it); elsewhere a write raises and says what to
-do. A live parameter is a plain `nn.Parameter` again, so the normal path pays nothing.
+do. A live parameter is a plain `nn.Parameter` again, so the normal path pays nothing. What shares the memory of the NaN
+(`parameter.data`, a view) is a `ReleasedValue`, which refuses in the same way.
 
 `homes` maps a parameter to the unit that holds it. It is the one directory of the process: `GatheredParameters(params)` and the
 `safe_get_*` family receive bare parameters and have nothing else to start from. Entries die with their parameters.
@@ -12,7 +13,8 @@ do. A live parameter is a plain `nn.Parameter` again, so the normal path pays no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+import copy
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
@@ -42,6 +44,7 @@ _ABOUT = frozenset(
     nelement ndimension register_hook register_post_accumulate_grad_hook retain_grad retains_grad _backward_hooks
     _post_accumulate_grad_hooks _version __len__ __repr__ __format__ __hash__""".split()  # noqa: SIM905 - one name a line would be a page
 )
+_NOT_IN_PLACE = frozenset(("__invert__", "__index__", "__int__", "__iter__", "__init__", "__instancecheck__"))
 _ABOUT_AS_VALUE = frozenset(("zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "full_like", "result_type"))
 
 
@@ -57,41 +60,120 @@ class ReleasedParameter(nn.Parameter):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Gather on demand, refuse a write, or let the placeholder answer."""
-        kwargs = kwargs or {}
-        found = [leaf for leaf in _leaves((args, kwargs)) if type(leaf) is ReleasedParameter]
-        operation, is_set = _operation(func)
-        if not (operation in _ABOUT or operation in _ABOUT_AS_VALUE):
-            for parameter in found:
-                home = homes.get(parameter)
-                if home is not None and home.unit.fetch():
-                    continue
-                if is_set or _writes(operation, parameter, args, kwargs):
-                    refuse(parameter, "written")
-        still = [parameter for parameter in found if type(parameter) is ReleasedParameter]
-        for parameter in still:
-            retype(parameter, nn.Parameter)
-        try:
-            return func(*args, **kwargs)
-        finally:
-            for parameter in still:
-                retype(parameter, ReleasedParameter)
+        return _answer(func, args, kwargs or {})
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:  # a copy of the placeholder would be silently NaN
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the values, where they can be fetched: a copy of the placeholder would be silently NaN."""
+        home = homes.get(self)
+        if home is None or not home.unit.fetch((home.unit,)):
+            refuse(self, "copied")
+        copied = copy.deepcopy(cast("nn.Parameter", self), memo)
+        if home.unit.copied is not None:
+            home.unit.copied(copied)
+        return copied
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        """Likewise for pickle: a file of placeholders would be silently NaN."""
+        home = homes.get(self)
+        if home is None or not home.unit.fetch((home.unit,)):
+            refuse(self, "pickled")
+        plain: Any = self
+        return plain.__reduce_ex__(proto)
+
+
+class ReleasedValue(Tensor):
+    """A tensor that shares the memory of a placeholder. It can be read, and gives NaN; it cannot be written."""
+
+    parameter_name: str
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Refuse a write, or let the placeholder answer."""
+        return _answer(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         refuse(self, "copied")
 
-    def __reduce_ex__(self, proto: Any) -> NoReturn:  # likewise a file of NaN
+    def __reduce_ex__(self, proto: Any) -> NoReturn:
         refuse(self, "pickled")
 
 
-def retype(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
-    """Change what class a parameter is of; the object stays the same."""
-    cast("Any", parameter).__class__ = kind
+def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Carry out an operation with released parameters, or values of them, among its arguments."""
+    tensors = [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    operation, is_set = _operation(func)
+    about = operation in _ABOUT or operation in _ABOUT_AS_VALUE
+    if not about:
+        _fetch(tensors)
+    still = [tensor for tensor in tensors if type(tensor) in _PLAIN]
+    if not about:
+        for tensor in still:
+            assigned = is_set and tensor is args[0] and type(tensor) is ReleasedParameter
+            if assigned or _writes(operation, tensor, args, kwargs):
+                refuse(tensor, "written")
+    before = [(tensor, type(tensor), _name(tensor)) for tensor in still]
+    for tensor in still:
+        retype(tensor, _PLAIN.get(type(tensor), Tensor))
+    try:
+        result = func(*args, **kwargs)
+        return result if about else _mark(result, [(tensor, name) for tensor, _, name in before])
+    finally:
+        for tensor, kind, _ in before:
+            retype(tensor, kind)
+
+
+_PLAIN: dict[type, type[Tensor]] = {ReleasedParameter: nn.Parameter, ReleasedValue: Tensor}
+"""What each class is for the time of an operation that it lets pass."""
+
+
+def _fetch(tensors: Sequence[Tensor]) -> None:
+    """Bring the values of all parameters of an operation, where that is allowed now."""
+    lives = [home for tensor in tensors if (home := homes.get(tensor)) is not None]
+    together = tuple({id(unit): unit for home in lives if (unit := home.reference()) is not None}.values())
+    for tensor in tensors:
+        home = homes.get(tensor) if type(tensor) is ReleasedParameter else None
+        if home is not None:
+            home.unit.fetch(together)
+
+
+def _mark(result: Any, origins: Sequence[tuple[Tensor, str]]) -> Any:
+    """Give tensors that share memory with one of the origins the class that refuses to be written."""
+    if isinstance(result, Tensor):
+        if not origins or isinstance(result, nn.Parameter) or result.layout != torch.strided or not result.numel():
+            return result
+        place = result.untyped_storage().data_ptr()
+        for origin, name in origins:
+            if origin is not result and origin.untyped_storage().data_ptr() == place:
+                marked = result.as_subclass(ReleasedValue)
+                marked.parameter_name = name
+                return marked
+        return result
+    if type(result) in (tuple, list):
+        return type(result)(_mark(item, origins) for item in result)
+    return result
+
+
+def _name(tensor: Tensor) -> str:
+    if isinstance(tensor, ReleasedValue):
+        return tensor.parameter_name
+    home = homes.get(tensor)
+    return home.name if home else "?"
+
+
+def retype(tensor: Tensor, kind: type[Tensor]) -> None:
+    """Change what class a tensor is of; the object stays the same."""
+    cast("Any", tensor).__class__ = kind
 
 
 def refuse(parameter: Tensor, verb: str) -> NoReturn:
     """Raise the error for an operation that needs values which are not here."""
-    home = homes.get(parameter)
-    raise ParameterError(_HOW_TO_WRITE.format(name=home.name if home else "?", verb=verb))
+    raise ParameterError(_HOW_TO_WRITE.format(name=_name(parameter), verb=verb))
 
 
 def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -112,8 +194,10 @@ def _operation(func: Callable[..., Any]) -> tuple[str, bool]:
 def _writes(operation: str, parameter: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if any(leaf is parameter for leaf in _leaves(kwargs.get("out"))):
         return True
-    in_place = (operation.endswith("_") and not operation.endswith("__")) or (
-        operation.startswith("__i") and operation not in ("__invert__", "__index__", "__int__")
+    in_place = (
+        (operation.endswith("_") and not operation.endswith("__"))
+        or (operation.startswith("__i") and operation not in _NOT_IN_PLACE)
+        or kwargs.get("inplace") is True
     )
     target = args[0] if args else next(iter(kwargs.values()), None)
     return (in_place or operation == "__setitem__") and any(leaf is parameter for leaf in _leaves(target))

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,6 +38,7 @@ from shardwise.zero.buffer import Member
 from shardwise.zero.discovery import UnitPlan
 from shardwise.zero.gathered import commit
 from shardwise.zero.gradients import GradientPool, Gradients, Reduction
+from shardwise.zero.hooks import Hook
 from shardwise.zero.traffic import BackwardPass, Traffic, Use
 from shardwise.zero.trees import find_tensors, map_direct
 from shardwise.zero.unit import State, Unit
@@ -123,17 +124,17 @@ class Runtime:
 
     def _hook(self, traffic: Traffic, plan: UnitPlan) -> Iterator[Any]:
         module = plan.module
-        yield module.register_forward_pre_hook(partial(self._enter, traffic), prepend=True, with_kwargs=True)
-        yield module.register_forward_hook(partial(self._leave, traffic), always_call=True)
+        yield module.register_forward_pre_hook(Hook(partial(self._enter, traffic)), prepend=True, with_kwargs=True)
+        yield module.register_forward_hook(Hook(partial(self._leave, traffic)), always_call=True)
         if traffic is self._root and traffic.unit.moving:
             # A part of the model that is called on its own (`model.encode(x)`) finds the root's parameters too.
             direct = {id(named.parameter) for named in plan.parameters}
             for part in module.modules():
                 if part is not module and any(id(p) in direct for p in part.parameters(recurse=False)):
-                    yield part.register_forward_pre_hook(self._enter_part, prepend=True)
-        yield module.register_load_state_dict_post_hook(partial(self._loaded, traffic.unit))
+                    yield part.register_forward_pre_hook(Hook(self._enter_part), prepend=True)
+        yield module.register_load_state_dict_post_hook(Hook(partial(self._loaded, traffic.unit)))
         if traffic is self._root and self._moving:
-            yield module.register_state_dict_pre_hook(self._warn_of_placeholders)
+            yield module.register_state_dict_pre_hook(Hook(self._warn_of_placeholders))
         for buffer in traffic.unit.buffers:
             gradients = next((item for item in traffic.gradients if item.buffer is buffer), None)
             for position, member in enumerate(buffer.members):
@@ -373,7 +374,7 @@ class Runtime:
             if traffic is not keep and not traffic.active and not traffic.running:
                 traffic.unit.release()
 
-    def _fetch(self, unit: Unit) -> bool:
+    def _fetch(self, unit: Unit, together: Collection[Unit]) -> bool:
         """Somebody reads a released parameter: bring it if the model is running, which all ranks do alike."""
         if not self._stack and self._pass is None:
             return False
@@ -399,7 +400,9 @@ class Runtime:
                     do="run forward again after optimizer steps and after edits of weights",
                 )
             )
-        if unit.state is not State.LIVE:
+        if unit.state is State.LENT:
+            unit.refill()
+        elif unit.state is not State.LIVE:
             self._need("unpack", saved.traffic)
         return saved.tensor
 
@@ -436,13 +439,14 @@ class Runtime:
         """The shards were updated: refresh the gathered copies that stay, and outdate all graphs recorded before."""
         changed = [unit for unit in (units or self.units) if any(buffer.trainable for buffer in unit.buffers)]
         for unit in changed:
-            unit.version += 1
             self._by_unit[unit].forget_graphs()
         resident = [(unit, b) for unit in changed for b in unit.buffers if b.resident and b.trainable]
         handles = [buffer.storage.gather(f"refresh {unit.name}") for unit, buffer in resident]
         for handle in handles:
             handle.wait()
         increment_version([member.parameter for _, buffer in resident for member in buffer.members])
+        for unit in changed:
+            unit.changed()
         self.release_all()
 
     def gradients(self) -> list[Gradients]:
@@ -464,10 +468,10 @@ class Runtime:
 
     @contextmanager
     def pinned(self) -> Generator[None]:
-        """All weights, gathered once and kept until the end of the context."""
+        """All weights, gathered once and kept until the end of the context, in memory that users may keep."""
         with ExitStack() as stack:
             for unit in self.units:
-                stack.enter_context(unit.pinned())
+                stack.enter_context(unit.pinned(lend=True))
             yield
 
     @property
@@ -497,10 +501,10 @@ class Runtime:
 
     def _loaded(self, unit: Unit, module: nn.Module, keys: Any) -> None:
         """`load_state_dict` has written into gathered weights: shards and master weights follow."""
-        if unit.state is State.LIVE:
+        if unit.state in (State.LIVE, State.LENT):
             for home in unit.homes():
                 commit(home)
-            unit.version += 1
+            unit.changed(lent_too=True)
 
     def _warn_of_placeholders(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if any(unit.state is State.RESTING for unit in self.units):

@@ -4,18 +4,21 @@ Same storage. A gathered buffer is freed by emptying its storage and refilled by
 views of weights (`weight.t()` for a linear layer); were every gather a fresh allocation, the graph would pin the old one, and
 nothing would be freed between forward and backward.
 
+Memory of their own. That storage comes and goes, and whoever kept a view of it would read freed memory. So where users get
+weights to keep (`GatheredParameters`, `engine.inference`, under `zero.Init`), parameters are lent: each has a tensor of its
+own, which lives as long as anybody holds it.
+
 Refuses to know hooks, the order of use, optimizers and checkpoints.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -25,7 +28,7 @@ from shardwise.mesh import Axis
 from shardwise.zero.buffer import Buffer, Member
 from shardwise.zero.released import homes
 
-__all__ = ["Home", "State", "Unit", "provisional_units"]
+__all__ = ["Fetcher", "Home", "State", "Unit"]
 
 
 class State(Enum):
@@ -34,27 +37,34 @@ class State(Enum):
     RESTING = "only shards"
     GATHERING = "on their way"
     LIVE = "here"
+    LENT = "here, each parameter in memory of its own"
 
 
 _LEGAL = {
     (State.RESTING, State.GATHERING),
     (State.GATHERING, State.LIVE),
     (State.LIVE, State.RESTING),
+    (State.LIVE, State.LENT),
+    (State.LENT, State.RESTING),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where a parameter lives. The unit is held weakly, since the directory of homes must not keep a model alive."""
+    """Where a parameter lives.
 
-    reference: weakref.ref[Unit]
-    buffer: Buffer
-    member: Member
+    Nothing in here keeps the parameter alive, or the directory of homes could never forget it: an engine's unit, which does,
+    is held weakly; one of `zero.Init`, which does not, is kept alive by its parameters through this.
 
-    @property
-    def name(self) -> str:
-        """Name of the parameter in the model."""
-        return self.member.name
+    Args:
+        name: name of the parameter in the model.
+        reference: gives the unit, or None when it is gone.
+        place: number of the buffer in the unit, and of the parameter in the buffer.
+    """
+
+    name: str
+    reference: Callable[[], Unit | None]
+    place: tuple[int, int]
 
     @property
     def held(self) -> bool:
@@ -75,9 +85,23 @@ class Home:
             )
         return unit
 
+    @property
+    def buffer(self) -> Buffer:
+        """The buffer it lies in."""
+        return self.unit.buffers[self.place[0]]
 
-provisional_units: MutableMapping[nn.Module, list[Unit]] = WeakKeyDictionary()
-"""What keeps units alive that were made under `zero.Init`, before there is an engine: the module they belong to."""
+    @property
+    def member(self) -> Member:
+        """Its place in the buffer."""
+        return self.buffer.members[self.place[1]]
+
+
+class Fetcher(Protocol):
+    """Gathers on demand."""
+
+    def __call__(self, unit: Unit, together: Collection[Unit], /) -> bool:
+        """Bring a unit, while others are needed as well; False if nothing may be gathered now."""
+        ...
 
 
 class Unit:
@@ -102,11 +126,16 @@ class Unit:
         self.state = State.LIVE if all(buffer.storage.is_live for buffer in buffers) else State.RESTING
         self.pins = 0  # users that need the weights to stay, such as a GatheredParameters context
         self.version = 0  # changes with the weights; a graph recorded with an older version is stale
-        self.fetcher: Callable[[Unit], bool] | None = None  # gathers on demand, where that is allowed at this moment
+        self.fetcher: Fetcher | None = None  # gathers on demand, where that is allowed at this moment
+        self.copied: Callable[[nn.Parameter], None] | None = None  # told of copies that are made of parameters
+        self.settle: Callable[[Unit], None] | None = None  # takes lent parameters back before somebody else asks for them
+        self.watchers: list[Callable[[], None]] = []  # told after the weights have changed
         self.addresses: dict[int, Unit] = {}  # of gathered storages; a runtime shares one among its units
         self._handles: list[Handle] = []
-        for home in self.homes():
-            homes[home.member.parameter] = home
+        self._rested = False  # whether the weights rested when the first pin came
+        for number, buffer in enumerate(self.buffers):
+            for place, member, parameter in buffer.present():
+                homes[parameter] = Home(member.name, (lambda: self) if provisional else weakref.ref(self), (number, place))
 
     @property
     def moving_elements(self) -> int:
@@ -115,7 +144,8 @@ class Unit:
 
     def homes(self) -> list[Home]:
         """Where each parameter of the unit lives."""
-        return [Home(weakref.ref(self), buffer, member) for buffer in self.buffers for member in buffer.members]
+        found = [homes[parameter] for buffer in self.buffers for _, _, parameter in buffer.present() if parameter in homes]
+        return [home for home in found if home.reference() is self]
 
     def start_gather(self) -> None:
         """Ask for the weights; returns at once. Does nothing unless the unit rests."""
@@ -136,6 +166,22 @@ class Unit:
                 self.addresses[buffer.address] = self
             self._to(State.LIVE)
 
+    def lend(self) -> None:
+        """Bring the weights here, each in memory of its own."""
+        if self.state is State.LENT or not self.moving:
+            return
+        self.gather()
+        for buffer in self.moving:
+            buffer.lend()
+        self._empty()
+        self._to(State.LENT)
+
+    def refill(self) -> None:
+        """Bring the gathered bytes here as well while parameters are lent, for a graph that was recorded on them before."""
+        handles = [buffer.storage.gather(f"refill {self.name}") for buffer in self.moving if not buffer.storage.is_live]
+        for handle in handles:
+            handle.wait()
+
     def release(self) -> None:
         """Give the full weights back, unless somebody pinned them. A gather in flight is waited for and discarded."""
         if self.pins or not self.moving or self.state is State.RESTING:
@@ -146,35 +192,84 @@ class Unit:
             except UsageError:  # communication ended before; the error that says why must not be hidden by this one
                 return
         for buffer in self.moving:
-            self.addresses.pop(buffer.address, None)
             buffer.unbind()
-            buffer.storage.release()
+        self._empty()
         self._to(State.RESTING)
 
-    def fetch(self) -> bool:
-        """Gather because somebody touched a released parameter. False where that must not happen (outside a forward)."""
-        return self.fetcher is not None and self.fetcher(self)
+    def changed(self, *, lent_too: bool = False) -> None:
+        """The weights are others now: graphs recorded before are stale, lent copies are refreshed, watchers are told.
 
-    @contextmanager
-    def pinned(self) -> Generator[None]:
-        """Gather, and keep the weights while the context is open; released at the end if they rested before."""
-        rested = self.state is not State.LIVE
+        Args:
+            lent_too: lent copies have the new values already. Otherwise this is collective where there are some.
+        """
+        self.version += 1
+        if self.state is State.LENT and not lent_too:
+            self.refill()
+            for buffer in self.moving:
+                for _, member, parameter in buffer.present():
+                    parameter.data.copy_(member.view(buffer.storage.full))
+            self._empty()
+        for watcher in tuple(self.watchers):
+            watcher()
+
+    def fetch(self, together: Collection[Unit] = ()) -> bool:
+        """Gather because somebody touched a released parameter. False where that must not happen (outside a forward).
+
+        Args:
+            together: other units whose parameters are needed at the same moment.
+        """
+        return self.fetcher is not None and self.fetcher(self, together)
+
+    def pin(self, *, lend: bool = False) -> None:
+        """Bring the weights and keep them until `unpin`.
+
+        Args:
+            lend: where they are not here yet, bring them in memory of their own.
+        """
+        if not self.pins:
+            self._rested = self.state is not State.LIVE
+        if lend and self.state is not State.LIVE:
+            self.lend()
         self.gather()
         self.pins += 1
+
+    def unpin(self) -> None:
+        """Undo one `pin`; after the last, the weights are released if they rested before the first."""
+        self.pins -= 1
+        if not self.pins and self._rested:
+            self.release()
+
+    @contextmanager
+    def pinned(self, *, lend: bool = False) -> Generator[None]:
+        """`pin`, and `unpin` at the end of the context."""
+        self.pin(lend=lend)
         try:
             yield
         finally:
-            self.pins -= 1
-            if rested:
-                self.release()
+            self.unpin()
 
     def close(self) -> None:
-        """Forget the parameters: their homes are no longer here."""
+        """Forget the parameters: their homes are no longer here, and what they have in memory is the module's own."""
         for buffer in self.buffers:
-            for member in buffer.members:
-                home = homes.get(member.parameter)
+            for _, _, parameter in buffer.present():
+                home = homes.get(parameter)
                 if home is not None and home.reference() is self:
-                    del homes[member.parameter]
+                    del homes[parameter]
+            self._disown(buffer)
+
+    def _disown(self, buffer: Buffer) -> None:
+        ledger = self.comm.ledger
+        ledger.drop("parameters", buffer.storage.nbytes_resting)
+        if buffer.storage.is_live and not buffer.resident:
+            ledger.drop("gathered", buffer.storage.nbytes_full)
+        if buffer.master is not None and buffer.master is not buffer.shard:
+            ledger.drop("master weights", buffer.master.nbytes)
+        buffer.master = None
+
+    def _empty(self) -> None:
+        for buffer in self.moving:
+            self.addresses.pop(buffer.address, None)
+            buffer.storage.release()
 
     def _to(self, state: State) -> None:
         assert (self.state, state) in _LEGAL, f"unit {self.name}: {self.state} -> {state}"
