@@ -111,6 +111,11 @@ def test_units_named_by_the_user_win() -> None:
     assert names(model, f"{__name__}.Block") == ["blocks.0", "blocks.1"]
 
 
+def test_the_model_itself_may_be_named() -> None:
+    assert names(Model(), "Model") == []
+    assert set(owners(Model(), "Model").values()) == {""}
+
+
 def test_nested_units_are_legal() -> None:
     found = owners(Model(), "Block", "Attention")
     assert found["blocks.1.attention.q.weight"] == "blocks.1.attention"

@@ -91,7 +91,7 @@ def find_units(model: nn.Module, policy: Policy) -> list[tuple[str, nn.Module]]:
     candidates = [(name, module) for name, module in named_modules(model) if name and id(module) not in closed]
     if policy.units:
         everyone = named_modules(model, aliases=True)
-        meant = [(name, m) for name, m in everyone if name and matches_module(policy.units, name, class_names(m))]
+        meant = [(name, m) for name, m in everyone if matches_module(policy.units, name, class_names(m))]
         _check_all_matched(policy.units, meant, model, "zero_optimization.units")
         _check_some_open(policy.units, meant, closed)
         chosen = {id(module) for _, module in meant}

@@ -62,6 +62,10 @@ class ReleasedParameter(nn.Parameter):
         """Gather on demand, refuse a write, or let the placeholder answer."""
         return _answer(func, args, kwargs or {})
 
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """The one operation that torch does not tell about."""
+        refuse(self, "written")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the values, where they can be fetched: a copy of the placeholder would be silently NaN."""
         home = homes.get(self)
@@ -96,6 +100,10 @@ class ReleasedValue(Tensor):
     ) -> Any:
         """Refuse a write, or let the placeholder answer."""
         return _answer(func, args, kwargs or {})
+
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """As for parameters."""
+        refuse(self, "written")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         refuse(self, "copied")
