@@ -254,8 +254,9 @@ def configuration(args: argparse.Namespace) -> dict[str, Any]:
     if args.stage is not None:
         config.setdefault("zero_optimization", {})["stage"] = args.stage
     if args.precision is not None:
-        for key in ("bf16", "fp16"):
-            config[key] = {"enabled": key == args.precision}
+        config["bf16"] = {"enabled": args.precision == "bf16"}
+        # The first gradients are large; a loss scale that begins at the usual 2^16 would skip the first ten steps.
+        config["fp16"] = {"enabled": args.precision == "fp16", "initial_scale_power": 8}
     if args.batch_size is not None:
         config["train_micro_batch_size_per_gpu"] = args.batch_size
     if args.accumulation is not None:
