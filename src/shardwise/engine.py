@@ -83,6 +83,7 @@ class Engine(nn.Module):
         self._applied = False
         self._grad_norm: float | None = None
         self._compiled: list[nn.Module] = []
+        self._serving = 0  # depth of inference()
         self._closed = False
 
     # -- the loop ----------------------------------------------------------------------------------------------------------
@@ -94,8 +95,11 @@ class Engine(nn.Module):
         if precision.cast_inputs and precision.compute is not None:
             args, kwargs = self._cast((args, kwargs), precision.compute)
         context = torch.autocast(self.device.type, precision.autocast) if precision.autocast is not None else nullcontext()
-        with context:
-            return self.module(*args, **kwargs)
+        try:
+            with context:
+                return self.module(*args, **kwargs)
+        finally:
+            self._runtime.settle()
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Compute gradients of a loss and add them to the accumulation window.
@@ -111,7 +115,7 @@ class Engine(nn.Module):
         Raises:
             UsageError: there is no optimizer, or the loss is not a 0-d tensor that depends on parameters.
         """
-        self._check_open()
+        self._check_training()
         self._check_loss(loss)
         self._runtime.finish_pass()
         reduce = self._window.last_backward
@@ -180,9 +184,11 @@ class Engine(nn.Module):
         self._parts.comm.set_phase("inference")
         with self._runtime.pinned(), torch.no_grad():
             self.module.eval()
+            self._serving += 1
             try:
                 yield self.module
             finally:
+                self._serving -= 1
                 self.module.train(training)
 
     # -- accumulation ------------------------------------------------------------------------------------------------------
@@ -280,7 +286,8 @@ class Engine(nn.Module):
         self._compiled.clear()
         self._runtime.close(restore=restore)
         for shard in self._parts.shards:
-            shard.grad = None
+            shard.grad = shard.weight = None
+            shard.master = shard.master.new_empty(0)
             shard.state.clear()
         self._parts.comm.close()
 
@@ -309,6 +316,7 @@ class Engine(nn.Module):
         Raises:
             UsageError: the loss was not scaled, and in fp16 its gradients would be taken for scaled ones.
         """
+        self._check_training()
         if self._parts.scaler.scale != 1.0 and not self._prescaled:
             raise UsageError(
                 explain(
@@ -369,7 +377,7 @@ class Engine(nn.Module):
 
     def _step(self) -> bool:
         """Returns whether it was a boundary."""
-        self._check_open()
+        self._check_training()
         path, optimizer = self._parts.step_path, self.optimizer
         if path is None or optimizer is None:
             raise UsageError(explain("step() without an optimizer", do="pass optimizer= or an optimizer section to initialize"))
@@ -439,6 +447,16 @@ class Engine(nn.Module):
                     expected="a 0-d tensor computed from the model with gradients on",
                     found=found,
                     do="take its mean() if it has elements, and run forward outside of no_grad",
+                )
+            )
+
+    def _check_training(self) -> None:
+        self._check_open()
+        if self._serving:
+            raise UsageError(
+                explain(
+                    "training inside `with engine.inference()`",
+                    do="leave the block first: it holds weights that must not change",
                 )
             )
 

@@ -198,7 +198,9 @@ class Runtime:
             tuple(map_direct(watch, value, containers) for value in args),
             {key: map_direct(watch, value, containers) for key, value in kwargs.items()},
         )
-        frame.inputs = (*own.values(), *(tensor for tensor in find_tensors(containers) if tensor.requires_grad))
+        theirs = [tensor for tensor in find_tensors(containers) if tensor.requires_grad]
+        # A hook on a leaf would stay for good. Without hooks the use lasts to the end of the backward pass.
+        frame.inputs = () if any(tensor.is_leaf for tensor in theirs) else (*own.values(), *theirs)
         return watched
 
     def _leave(self, traffic: Traffic, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -238,7 +240,11 @@ class Runtime:
         use = traffic.opened()
         register_multi_grad_hook(outputs, lambda _: self._begin(use), mode="any")
         if frame.inputs:
-            register_multi_grad_hook(frame.inputs, lambda _: self._end(use), mode="all")
+            # Not torch's hook for all of several tensors: it refers to the graph it is part of, so that the memory of a graph
+            # that is dropped would wait for one garbage collection after the other, one for each unit.
+            use.inputs = use.unknown = len(frame.inputs)
+            for tensor in frame.inputs:
+                _on_gradient(tensor, partial(self._input_known, use))
         return True
 
     def _leave_root(self, graph: bool) -> None:
@@ -252,8 +258,14 @@ class Runtime:
         if self._pass is None:
             if graph:  # the root comes first in backward, the last unit next: both stay
                 self._idle = [traffic for traffic in self._idle if traffic is not self._root][-1:]
-            else:
-                self.release_all()
+            else:  # user hooks on the root that were registered after ours still run
+                self.release_all(keep=self._root)
+                self._idle = [self._root]
+
+    def settle(self) -> None:
+        """The caller of the model has its output: if nothing will run backward, the root is no longer needed."""
+        if self._root in self._idle and not self._inside and self._pass is None:
+            self.release_all()
 
     # -- backward --------------------------------------------------------------------------------------------------------
 
@@ -322,6 +334,11 @@ class Runtime:
             self._launch(self._order[current.cursor])
             current.cursor += 1
 
+    def _input_known(self, use: Use, gradient: Tensor) -> None:
+        use.unknown -= 1
+        if use.unknown == 0:
+            self._end(use)
+
     def _end(self, use: Use) -> None:
         use.traffic.end(use)
         if use.traffic.done:
@@ -349,11 +366,11 @@ class Runtime:
 
     # -- weights ---------------------------------------------------------------------------------------------------------
 
-    def release_all(self) -> None:
-        """Release every unit that is not in use."""
+    def release_all(self, keep: Traffic | None = None) -> None:
+        """Release every unit that is not in use, and is not the one to keep."""
         self._idle.clear()
         for traffic in self._by_unit.values():
-            if not traffic.active:
+            if not traffic.active and traffic is not keep:
                 traffic.unit.release()
 
     def _need(self, phase: str, traffic: Traffic) -> None:
@@ -387,7 +404,10 @@ class Runtime:
 
     def _pack(self, tensor: Tensor) -> Any:
         unit = self._addresses.get(tensor.untyped_storage().data_ptr())
-        return tensor if unit is None else SavedWeight(tensor, self._by_unit[unit], unit.version)
+        if unit is not None:
+            return SavedWeight(tensor, self._by_unit[unit], unit.version)
+        # An operation that saves its own result hands it over with the graph: kept like that, it would be a reference cycle.
+        return tensor if tensor.grad_fn is None else tensor.detach()
 
     def _unpack(self, saved: Any) -> Tensor:
         if type(saved) is not SavedWeight:
@@ -436,11 +456,15 @@ class Runtime:
                 gradients.clear()
 
     def weights_changed(self, units: Sequence[Unit] | None = None) -> None:
-        """The shards were updated: refresh the gathered copies that stay, and outdate all graphs recorded before."""
-        changed = [unit for unit in (units or self.units) if any(buffer.trainable for buffer in unit.buffers)]
+        """The shards were updated: refresh the gathered copies that stay, and outdate all graphs recorded before.
+
+        Args:
+            units: those that were; None for all that an optimizer updates, and only what it updates in them.
+        """
+        changed = [unit for unit in self.units if any(b.trainable for b in unit.buffers)] if units is None else list(units)
         for unit in changed:
             self._by_unit[unit].forget_graphs()
-        resident = [(unit, b) for unit in changed for b in unit.buffers if b.resident and b.trainable]
+        resident = [(unit, b) for unit in changed for b in unit.buffers if b.resident and (b.trainable or units is not None)]
         handles = [buffer.storage.gather(f"refresh {unit.name}") for unit, buffer in resident]
         for handle in handles:
             handle.wait()
@@ -544,6 +568,11 @@ class Runtime:
 def _after_accumulation(parameter: Any, hook: Callable[[nn.Parameter], None]) -> Any:
     """Register a hook that runs when a parameter's gradient of a backward pass is complete (untyped in torch)."""
     return parameter.register_post_accumulate_grad_hook(hook)
+
+
+def _on_gradient(tensor: Any, hook: Callable[[Tensor], None]) -> None:
+    """Register a hook that runs when the gradient of a tensor is known (untyped in torch)."""
+    tensor.register_hook(hook)
 
 
 def _discard(parameter: nn.Parameter) -> None:

@@ -19,6 +19,8 @@ class Use:
 
     traffic: Traffic
     open: bool = True  # its backward is still to come, or under way
+    inputs: int = 0  # tensors it was given whose gradients are watched
+    unknown: int = 0  # how many of these gradients are still to come; if one never does, the use ends with the pass
 
 
 @dataclass(eq=False, slots=True)
@@ -57,6 +59,7 @@ class Traffic:
     def begin(self, use: Use) -> None:
         """The backward of a use begins; it may be the second one of a retained graph."""
         self.touched = True
+        use.unknown = use.inputs
         if not use.open:
             use.open = True
             self.outstanding += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,20 +22,20 @@ _DEPTH = 12
 def find_tensors(value: Any) -> list[Tensor]:
     """Every distinct tensor in tuples, lists, sets, mappings, dataclasses and plain objects' attributes, at any depth."""
     found: list[Tensor] = []
-    seen: set[int] = set()
-
-    def visit(item: Any, depth: int) -> None:
-        if isinstance(item, _OPAQUE) or id(item) in seen or depth > _DEPTH:
-            return
-        seen.add(id(item))
-        if isinstance(item, Tensor):
-            found.append(item)
-            return
-        for child in _children(item):
-            visit(child, depth + 1)
-
-    visit(value, 0)
+    _visit(value, 0, found, set())
     return found
+
+
+# Not nested in its caller: a function that knows itself is a reference cycle, and would keep tensors until it is collected.
+def _visit(item: Any, depth: int, found: list[Tensor], seen: set[int]) -> None:
+    if isinstance(item, _OPAQUE) or id(item) in seen or depth > _DEPTH:
+        return
+    seen.add(id(item))
+    if isinstance(item, Tensor):
+        found.append(item)
+        return
+    for child in _children(item):
+        _visit(child, depth + 1, found, seen)
 
 
 def _children(item: Any) -> Iterator[Any]:
@@ -47,7 +47,7 @@ def _children(item: Any) -> Iterator[Any]:
     elif callable(item):
         return
     elif hasattr(item, "__dict__"):
-        yield from vars(item).values()
+        yield from cast("dict[str, Any]", vars(item)).values()
     elif dataclasses.is_dataclass(item):  # with __slots__
         yield from (getattr(item, field.name, None) for field in dataclasses.fields(item))
 
@@ -105,7 +105,7 @@ def _rebuild_dataclass(function: Callable[[Tensor], Tensor], value: Any, around:
 
 
 def _kind(value: Any) -> Any:
-    return type(value)
+    return cast("Any", type(value))
 
 
 def _is_tuple(value: Any) -> bool:
