@@ -117,10 +117,20 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    """Replace one optimizer state of a parameter. Collective, with equal values on all ranks."""
+    """Replace one optimizer state of a parameter. Collective, with equal values on all ranks.
+
+    Raises:
+        UsageError: there is no such state.
+    """
     home = _required(param, trainable=True)
-    for piece, part in _split(home, value):
-        _set_state(home, optim_state_key, piece, part)
+    parts = _split(home, value)
+    # A rank without a piece of the parameter cannot know; all must raise, or none.
+    missing = torch.tensor([float(bool(parts) and _state(home, optim_state_key) is None)], device=home.buffer.shard.device)
+    home.unit.comm.all_reduce(missing, home.unit.data, f"is there {optim_state_key} of {home.name}").wait()
+    if missing.item():
+        raise _no_state(home, optim_state_key)
+    for _, part in parts:
+        _set_state(home, optim_state_key, part)
 
 
 def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
@@ -132,7 +142,7 @@ def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
     """Replace this rank's piece of the master weights, and the weights with them. All ranks call it."""
     home = _required(param)
-    _write_weights(home, [(piece, _checked(home, value, piece)) for piece in _pieces(home)])
+    _write_weights(home, _own(home, value))
     _weights_changed(home)
 
 
@@ -160,8 +170,8 @@ def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
                 do="use safe_set_full_grad, or call after the last backward",
             )
         )
-    for piece in _pieces(home):
-        reduced[piece.first : piece.last] = _checked(home, value, piece).to(reduced.dtype) * _engine(home).gradient_divisor
+    for piece, part in _own(home, value):
+        reduced[piece.first : piece.last] = part.to(reduced.dtype) * _engine(home).gradient_divisor
 
 
 def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
@@ -176,8 +186,8 @@ def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tenso
 def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Replace this rank's piece of one optimizer state."""
     home = _required(param, trainable=True)
-    for piece in _pieces(home):
-        _set_state(home, optim_state_key, piece, _checked(home, value, piece))
+    for _, part in _own(home, value):
+        _set_state(home, optim_state_key, part)
 
 
 # -- a parameter and its pieces ------------------------------------------------------------------------------------------------
@@ -263,16 +273,14 @@ def _split(home: Home, value: Tensor) -> list[tuple[Piece, Tensor]]:
     return [(piece, flat[piece.offset : piece.offset + piece.last - piece.first]) for piece in _pieces(home)]
 
 
-def _checked(home: Home, value: Tensor, piece: Piece) -> Tensor:
-    if value.numel() != piece.last - piece.first:
-        raise ParameterError(
-            explain(
-                f"a value for this rank's piece of {home.name!r} has the wrong length",
-                expected=str(piece.last - piece.first),
-                found=str(value.numel()),
-            )
-        )
-    return value.detach().reshape(-1)
+def _own(home: Home, value: Tensor) -> list[tuple[Piece, Tensor]]:
+    """A value for this rank's piece; there is none where the rank holds nothing of the parameter."""
+    pieces = _pieces(home)
+    length = sum(piece.last - piece.first for piece in pieces)
+    if value.numel() != length:
+        problem = f"a value for this rank's piece of {home.name!r} has the wrong length"
+        raise ParameterError(explain(problem, expected=str(length), found=str(value.numel())))
+    return [(piece, value.detach().reshape(-1)) for piece in pieces]
 
 
 def _local(home: Home, chunk: Tensor) -> Tensor:
@@ -296,10 +304,14 @@ def _state(home: Home, key: str) -> Tensor | None:
     return found if isinstance(found, Tensor) and found.dim() == 1 else None
 
 
-def _set_state(home: Home, key: str, piece: Piece, part: Tensor) -> None:
+def _set_state(home: Home, key: str, part: Tensor) -> None:
     found = _state(home, key)
     if found is None:
-        raise UsageError(
-            explain(f"{home.name!r} has no optimizer state {key!r}", do="states exist after the first step; check the name")
-        )
+        raise _no_state(home, key)
     found.copy_(part)
+
+
+def _no_state(home: Home, key: str) -> UsageError:
+    return UsageError(
+        explain(f"{home.name!r} has no optimizer state {key!r}", do="states exist after the first step; check the name")
+    )

@@ -22,7 +22,7 @@ from shardwise.device import available_bytes
 from shardwise.errors import UsageError, explain
 from shardwise.mesh import DataMesh
 from shardwise.optim import BadGradient, LossScale, Shard, ShardedOptimizer, StepPath
-from shardwise.policy import Policy
+from shardwise.policy import Policy, Release
 from shardwise.zero import Gradients, Runtime, Unit, map_tensors
 
 __all__ = ["Engine", "Parts"]
@@ -79,7 +79,7 @@ class Engine(nn.Module):
         self._parts = parts
         self._runtime = parts.runtime
         self._window = Window(parts.config.gradient_accumulation_steps, parts.config.managed_gradient_accumulation)
-        self._prescaled = False  # whether scale() was called for the backward to come
+        self._prescaled = False  # whether the plain backward that begins is of a scaled loss
         self._applied = False
         self._grad_norm: float | None = None
         self._compiled: list[nn.Module] = []
@@ -112,6 +112,9 @@ class Engine(nn.Module):
         Returns:
             the loss.
 
+        If the backward itself raises, the gradients of the whole accumulation window are dropped, as some are incomplete, and
+        a new window begins.
+
         Raises:
             UsageError: there is no optimizer, or the loss is not a 0-d tensor that depends on parameters.
         """
@@ -126,6 +129,8 @@ class Engine(nn.Module):
             with self._runtime.backward(reduce=reduce):
                 weighted.backward(retain_graph=retain_graph)
         except BaseException:
+            if self._window.backwards > 1:
+                log.warning("backward failed: the gradients of %d earlier ones were dropped too", self._window.backwards - 1)
             self._window.restart()
             raise
         return loss
@@ -133,8 +138,16 @@ class Engine(nn.Module):
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, for a plain `engine.scale(loss).backward()`. Needed in fp16 only."""
         self._check_open()
+        if self._parts.scaler.scale == 1.0:
+            return loss
+        scaled = loss.float() * self._parts.scaler.scale
+        if scaled.requires_grad:
+            scaled.register_hook(self._note_scaled)
+        return scaled
+
+    def _note_scaled(self, gradient: Tensor) -> None:
+        """The backward of a scaled loss begins: what reaches the model next is scaled."""
         self._prescaled = True
-        return loss.float() * self._parts.scaler.scale if self._parts.scaler.scale != 1.0 else loss
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch; at the boundary of the accumulation window, update the weights and advance the schedule.
@@ -248,8 +261,8 @@ class Engine(nn.Module):
     def memory_report(self) -> dict[str, int]:
         """Bytes that this rank holds for the model's state, and what it would hold unsharded.
 
-        Keys: parameters_resting, parameters_live_peak, gradients, optimizer, padding, unsharded_parameters,
-        unsharded_gradients, unsharded_optimizer. "optimizer" includes master weights that are separate from the parameters.
+        Keys: parameters_resting, parameters_live_peak, gradients, gradients_in_flight, optimizer, padding,
+        unsharded_parameters, unsharded_gradients, unsharded_optimizer. "optimizer" includes master weights that are separate from the parameters.
         """
         report = self._runtime.memory()
         masters, unsharded_masters = report.pop("masters"), report.pop("unsharded_masters")
@@ -422,7 +435,9 @@ class Engine(nn.Module):
         """Which parameter, and whose micro-batch: the step path knows only who holds the sum."""
         ranks = self._runtime.contributors(bad.index)
         kind = "NaN" if bad.nan else "Inf"
-        return f"{kind} in the gradient of {bad.name!r} from rank {', '.join(map(str, ranks)) or 'unknown'}"
+        moves = bad.nan and self._parts.policy.stage.release is Release.USE
+        hint = " (released weights read as NaN: was one read outside of the model's forward?)" if moves else ""
+        return f"{kind} in the gradient of {bad.name!r} from rank {', '.join(map(str, ranks)) or 'unknown'}{hint}"
 
     def _denominator(self) -> float:
         """What the summed gradients are divided by, besides the loss scale."""

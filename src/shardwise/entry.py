@@ -128,7 +128,8 @@ def _check_agreement(comm: Comm, mesh: DataMesh, model: nn.Module, config: Confi
     """Ranks that were started with different models, configurations or groups would exchange the wrong bytes."""
     mine = [f"parameter {name}: {tuple(p.shape)} {p.dtype} trainable={p.requires_grad}" for name, p in model.named_parameters()]
     mine += [f"buffer {name}: {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
-    mine += [f"configuration {key}: {value}" for key, value in sorted(json.loads(config.model_dump_json()).items())]
+    settings: dict[str, Any] = json.loads(config.model_dump_json())
+    mine += [f"configuration {key}: {json.dumps(value, sort_keys=True)}" for key, value in sorted(settings.items())]
     mine += [] if plan is None else _describe_groups(plan, model)
     digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
     if len(set(comm.all_gather_object(digest, mesh.data, "compare models"))) == 1:

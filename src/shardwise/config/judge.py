@@ -153,7 +153,11 @@ def _judge_arguments(name: str, found: dict[str, Any], settler: Settler) -> None
     model = table.get(found["type"])
     if model is not None:
         judged = judge(model, settler.settle(model, arguments, path), notes, path)
-        kept = {} if judged is None else {key: getattr(judged, key) for key in judged.model_fields_set}
+        kept = (
+            {}
+            if judged is None
+            else {key: getattr(judged, key) for key in type(judged).model_fields if key in judged.model_fields_set}
+        )
         found["params"] = {key: value for key, value in kept.items() if dotted(path, key) not in notes.inert}
         return
     found["params"] = settler.settle_free(arguments, path)

@@ -60,6 +60,7 @@ def memory_table(reports: Sequence[Mapping[str, int]], measured: Sequence[int] =
         _row("optimizer state", [held[2] for held in resting], whole["optimizer"]),
         _row("sum of these", [sum(held) for held in resting], sum(whole.values())),
         _row("  of it padding", [report["padding"] for report in reports]),
+        _row("gradients on their way", [report.get("gradients_in_flight", 0) for report in reports]),
         _row("parameters, gathered at peak", [report["parameters_live_peak"] for report in reports]),
     ]
     if any(measured):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from shardwise.errors import ParameterError, explain
 from shardwise.layout import Layout, Slot
 from shardwise.mesh import Axis
 from shardwise.zero.released import ReleasedParameter, placeholder, retype
@@ -119,6 +120,22 @@ class Buffer:
     def shard(self) -> Tensor:
         """This rank's chunk of the weights, 1-D, in the storage dtype."""
         return self.storage.shard
+
+    def check_bound(self) -> None:
+        """Gathered parameters must still be the views they were made: the step writes into the buffer.
+
+        Raises:
+            ParameterError: the data of a parameter was replaced, by a cast of the module for example.
+        """
+        for number, member, parameter in self.present():
+            view = self._views[number]
+            if parameter.dtype != view.dtype or (parameter.data_ptr() != view.data_ptr() and view.numel()):
+                problem = f"the data of parameter {member.name!r} was replaced after initialize, so that it no longer trains"
+                remedy = (
+                    "choose the dtype in the configuration instead of casting the module; write values in place, "
+                    "or inside shardwise.zero.GatheredParameters(..., modifier_rank=0)"
+                )
+                raise ParameterError(explain(problem, do=remedy))
 
     @property
     def address(self) -> int:

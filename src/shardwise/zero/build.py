@@ -175,6 +175,10 @@ def check_parameters(model: nn.Module) -> None:
         ParameterError: a parameter is on the meta device or held by another engine, or two parameters share memory without
             being the same object.
     """
+    for name, module in named_modules(model):
+        if getattr(module, "max_norm", None) is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            problem = f"{name!r} changes its weight during forward (max_norm={module.max_norm}), on each rank differently"
+            raise ParameterError(explain(problem, do="leave max_norm out, and normalise in the loss or after engine.step()"))
     whole: list[tuple[str, Tensor]] = []
     for name, parameter in model.named_parameters():
         home = homes.get(parameter)

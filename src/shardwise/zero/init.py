@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -76,7 +76,7 @@ class Init:
         if remote_device not in (None, "none"):
             raise UsageError(explain("zero.Init(remote_device=...) is not available yet", found=repr(remote_device)))
         source = config_dict_or_path if config_dict_or_path is not None else config
-        given: object = module
+        given = cast("object", module)
         if given is not None and not isinstance(given, nn.Module):
             raise ParameterError(explain("zero.Init shards a module", expected="an nn.Module", found=type(given).__name__))
         self._enabled = enabled and (source is None or init_view(source).zero_optimization.stage == 3)
@@ -193,8 +193,8 @@ class _Sharder:
             held = torch.tensor([any(_is_shared(p) for p in _parameters(unit)) for unit in units], dtype=torch.int32)
             held = held.to(self._site.device)
             self._site.comm.all_reduce(held, self._site.mesh.data, "whose weights are held").wait()
-            counts: list[int] = held.tolist()
-            self._take_back([unit for unit, count in zip(units, counts, strict=True) if not count])
+            free = [unit for unit, count in zip(units, held, strict=True) if not count.item()]
+            self._take_back(free)
 
     def _take_back(self, units: Sequence[Unit]) -> None:
         """Shard lent parameters again, as they are now: rank 0's values, and whatever shape and dtype they have."""

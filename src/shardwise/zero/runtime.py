@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version, register_multi_grad_hook, saved_tensors_hooks
 
 from shardwise.comm import Comm
-from shardwise.errors import UsageError, explain
+from shardwise.errors import ParameterError, UsageError, explain
 from shardwise.mesh import Axis
 from shardwise.policy import Policy, Reduce
 from shardwise.zero.buffer import Member
@@ -110,6 +110,8 @@ class Runtime:
         self._flying: deque[Reduction] = deque()
         self._follower: dict[tuple[str, Unit], Unit] = {}  # which unit came next, last time
         self._previous: tuple[str, Unit] | None = None
+        self._twice: set[Traffic] = set()  # units whose backward was recorded itself (create_graph), until the next step
+        self._depth = 0  # calls of units and of parts of the root that are under way
         self._saving: saved_tensors_hooks | None = None
         self._handles: list[Any] = []
         for unit, plan in units:
@@ -120,7 +122,8 @@ class Runtime:
         unit.addresses = self._addresses
         trainable = [buffer for buffer in unit.buffers if buffer.trainable]
         gradients = tuple(Gradients(buffer, self._comm, self._pool, self._policy.precision) for buffer in trainable)
-        return Traffic(unit, gradients, sum(len(buffer.members) for buffer in trainable))
+        frozen = [m for buffer in unit.buffers if not buffer.trainable for m in buffer.members if not m.parameter.requires_grad]
+        return Traffic(unit, gradients, sum(len(buffer.members) for buffer in trainable), tuple(frozen))
 
     def _hook(self, traffic: Traffic, plan: UnitPlan) -> Iterator[Any]:
         module = plan.module
@@ -132,6 +135,7 @@ class Runtime:
             for part in module.modules():
                 if part is not module and any(id(p) in direct for p in part.parameters(recurse=False)):
                     yield part.register_forward_pre_hook(Hook(self._enter_part), prepend=True)
+                    yield part.register_forward_hook(Hook(self._leave_part), always_call=True)
         yield module.register_load_state_dict_post_hook(Hook(partial(self._loaded, traffic.unit)))
         if traffic is self._root and self._moving:
             yield module.register_state_dict_pre_hook(Hook(self._warn_of_placeholders))
@@ -152,14 +156,27 @@ class Runtime:
         traffic.active += 1
         if traffic is self._root:
             self._enter_root()
+        self._deeper()
         self._retire(keep=traffic)
         self._need("forward" if self._pass is None else "again", traffic)
         if not torch.is_grad_enabled():
             traffic.shadows += self._recording
             return None
+        self._check_frozen(traffic)
         if not (traffic.gradients or traffic.unit.moving):
             return None
         return self._watch_inputs(frame, args, kwargs)
+
+    def _check_frozen(self, traffic: Traffic) -> None:
+        """A parameter that is made trainable only now has no place in any optimizer group."""
+        for member in traffic.frozen:
+            if member.parameter.requires_grad:
+                raise UsageError(
+                    explain(
+                        f"parameter {member.name!r} was frozen at initialize and requires gradients now",
+                        do="let it require gradients at initialize, and freeze it with requires_grad_(False) afterwards",
+                    )
+                )
 
     def _enter_root(self) -> None:
         self._inside += 1
@@ -169,14 +186,28 @@ class Runtime:
             self.end_pass()
         self._recording = torch.is_grad_enabled()
         self._comm.set_phase("forward" if self._recording else "inference")
-        if self._moving and self._recording:
-            self._saving = saved_tensors_hooks(self._pack, self._unpack)
-            self._saving.__enter__()
 
     def _enter_part(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._deeper()
         if self._root.unit.state is not State.LIVE:
             self._need("part", self._root)
             self._idle.append(self._root)
+
+    def _leave_part(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._shallower()
+
+    def _deeper(self) -> None:
+        """A call begins, of a unit or of a part of the root. The outermost one, of whatever it is, notes saved weights."""
+        self._depth += 1
+        if self._depth == 1 and self._moving and self._pass is None and torch.is_grad_enabled():
+            self._saving = saved_tensors_hooks(self._pack, self._unpack)
+            self._saving.__enter__()
+
+    def _shallower(self) -> None:
+        self._depth = max(0, self._depth - 1)
+        if self._saving is not None and not self._depth:
+            self._saving.__exit__(None, None, None)
+            self._saving = None
 
     def _watch_inputs(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Give the unit its own node of each input, whose gradient is known when this use has run backward.
@@ -208,6 +239,7 @@ class Runtime:
             return
         while True:  # frames above are of units whose forward raised
             frame = self._stack.pop()
+            self._shallower()
             frame.traffic.active -= 1
             for borrowed in frame.borrowed:
                 borrowed.unit.pins -= 1
@@ -251,9 +283,6 @@ class Runtime:
         self._inside -= 1
         if self._inside:
             return
-        if self._saving is not None:
-            self._saving.__exit__(None, None, None)
-            self._saving = None
         self._recording = False
         if self._pass is None:
             if graph:  # the root comes first in backward, the last unit next: both stay
@@ -305,6 +334,9 @@ class Runtime:
         every = self._policy.stage.reduce is Reduce.EVERY
         self._pass = BackwardPass(reduce=self.synchronize and (every or reduce), explicit=explicit)
         self._comm.set_phase("backward")
+        for traffic in self._by_unit.values():
+            if traffic in self._twice:
+                self._need("twice", traffic)
 
     def _abort_pass(self) -> None:
         """A backward raised: what it has brought so far is worthless, and so is the window."""
@@ -324,9 +356,15 @@ class Runtime:
             self._open_pass(self._reduce_now(), explicit=False)
 
     def _begin(self, use: Use) -> None:
+        again = use.traffic is self._root and use in use.traffic.running
+        if again and self._pass is not None and not self._pass.explicit:
+            self.end_pass()  # the plain `loss.backward()` that ran this graph before is over
         self._unannounced()
+        if torch.is_grad_enabled():  # create_graph: a later backward will go through this one
+            self._twice.add(use.traffic)
         use.traffic.begin(use)
-        self._retire(keep=use.traffic)
+        if use.traffic is not self._root:  # the root's begins first, and the last unit has stayed to be the next
+            self._retire(keep=use.traffic)
         self._need("backward", use.traffic)
         current = self._pass
         assert current is not None
@@ -341,7 +379,7 @@ class Runtime:
 
     def _end(self, use: Use) -> None:
         use.traffic.end(use)
-        if use.traffic.done:
+        if use.traffic.done and use.traffic not in self._twice:
             use.traffic.unit.release()
 
     def _deliver(self, traffic: Traffic, gradients: Gradients, position: int, member: Member, parameter: nn.Parameter) -> None:
@@ -351,7 +389,7 @@ class Runtime:
         parameter.grad = None
         self._unannounced()
         gradients.deliver(position, gradient)
-        traffic.delivered.add(position)
+        traffic.delivered.add(member.index)
         self.delivered[member.index] = 1
 
     def _launch(self, traffic: Traffic) -> None:
@@ -435,6 +473,10 @@ class Runtime:
             for each parameter, whether any rank has a gradient for it in this accumulation window.
         """
         self.finish_pass()
+        for unit in self.units:
+            for buffer in unit.buffers:
+                if buffer.resident:
+                    buffer.check_bound()
         self._comm.set_phase("step")
         pending = [any(gradients.pending for gradients in traffic.gradients) for traffic in self._order]
         flags = torch.tensor([*self.delivered, *pending], dtype=torch.int32, device=self._root_device())
@@ -469,6 +511,7 @@ class Runtime:
         for handle in handles:
             handle.wait()
         increment_version([member.parameter for _, buffer in resident for member in buffer.members])
+        self._twice.clear()
         for unit in changed:
             unit.changed()
         self.release_all()
@@ -510,11 +553,15 @@ class Runtime:
         counted = self._comm.ledger.snapshot()
         held = counted["resident"]
         parameters = sum(b.layout.used * b.key.dtype.itemsize for b in buffers)
+        # Where gradients are reduced in every backward, full-length buffers are transport, a few units' worth; else they are
+        # what the gradients accumulate in.
+        full, sharded = held.get("full gradients", 0), self._policy.stage.reduce is Reduce.EVERY
         return {
             "parameters_resting": sum(b.storage.nbytes_resting for b in buffers),
             "parameters_live_peak": counted["peak"].get("gathered", 0),
             "masters": held.get("master weights", 0),
-            "gradients": held.get("gradients", 0) + held.get("full gradients", 0),
+            "gradients": held.get("gradients", 0) + (0 if sharded else full),
+            "gradients_in_flight": full if sharded else 0,
             "padding": sum(b.layout.padding * b.key.dtype.itemsize for b in buffers),
             "unsharded_parameters": parameters,
             "unsharded_gradients": sum(item.buffer.layout.used * item.dtype.itemsize for item in self.gradients()),
@@ -525,7 +572,15 @@ class Runtime:
 
     def _loaded(self, unit: Unit, module: nn.Module, keys: Any) -> None:
         """`load_state_dict` has written into gathered weights: shards and master weights follow."""
+        if unit is self.units[0]:
+            registered = {id(parameter) for parameter in module.parameters()}
+            lost = [member.name for member in self.parameters if id(member.parameter) not in registered]
+            if lost:
+                remedy = "load with assign=False, which copies into the parameters that the engine trains"
+                raise ParameterError(explain(f"parameter {lost[0]!r} was replaced by load_state_dict", do=remedy))
         if unit.state in (State.LIVE, State.LENT):
+            for buffer in unit.buffers:
+                buffer.check_bound()
             for home in unit.homes():
                 commit(home)
             unit.changed(lent_too=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from shardwise.zero.buffer import Member
 from shardwise.zero.gradients import Gradients
 from shardwise.zero.unit import Unit
 
@@ -44,6 +45,7 @@ class Traffic:
     unit: Unit
     gradients: tuple[Gradients, ...]
     trainable: int  # number of parameters that will get a gradient
+    frozen: tuple[Member, ...] = ()  # parameters that did not require gradients when the engine was made
     active: int = 0  # forward calls under way
     outstanding: int = 0  # uses whose backward is to come
     shadows: int = 0  # forwards without gradients that a reentrant checkpoint will run again during backward
