@@ -60,6 +60,14 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedValue:
+    """What autograd keeps in place of any other tensor: with hooks, torch leaves it to them to see that nobody wrote into it."""
+
+    tensor: Tensor
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class SavedWeight:
     """What autograd keeps in place of a weight."""
 
@@ -445,11 +453,12 @@ class Runtime:
         if unit is not None:
             return SavedWeight(tensor, self._by_unit[unit], unit.version)
         # An operation that saves its own result hands it over with the graph: kept like that, it would be a reference cycle.
-        return tensor if tensor.grad_fn is None else tensor.detach()
+        # There is no public name for the counter by which torch itself notices writes; a detached tensor shares it.
+        return SavedValue(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
 
     def _unpack(self, saved: Any) -> Tensor:
-        if type(saved) is not SavedWeight:
-            return saved
+        if type(saved) is SavedValue:
+            return _unwritten(saved)
         unit = saved.traffic.unit
         if unit.version != saved.version:
             raise UsageError(
@@ -618,6 +627,20 @@ class Runtime:
 
     def _root_device(self) -> torch.device:
         return next((buffer.shard.device for unit in self.units for buffer in unit.buffers), torch.device("cpu"))
+
+
+def _unwritten(saved: SavedValue) -> Tensor:
+    tensor = saved.tensor
+    if tensor._version != saved.version:
+        raise UsageError(
+            explain(
+                "a tensor that backward needs has been modified by an inplace operation",
+                expected=f"{tensor.dtype} {tuple(tensor.shape)} at version {saved.version}",
+                found=f"version {tensor._version}",
+                do="write into a clone() instead, or run forward again after optimizer steps and edits of weights",
+            )
+        )
+    return tensor
 
 
 def _after_accumulation(parameter: Any, hook: Callable[[nn.Parameter], None]) -> Any:
