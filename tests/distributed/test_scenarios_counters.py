@@ -179,10 +179,14 @@ def check_report(report: dict[str, int], stage: int, shape: Shape, weight: int, 
     masters = 4 if weight == 2 else 0
     parts = 2 if stage else 1
     padding = shape.total - shape.bare
+    # Where gradients are reduced in every backward, full-length buffers only carry them.
+    full = counters["resident"]["full gradients"]
+    kept, carried = (0, full) if stage >= 2 else (full, 0)
     assert report == {
         "parameters_resting": weight * shape.total // (2 if stage == 3 else 1),
         "parameters_live_peak": weight * (shape.root + 2 * shape.block) if stage == 3 else 0,
-        "gradients": counters["resident"].get("gradients", 0) + counters["resident"]["full gradients"],
+        "gradients": (4 * shape.total // 2 if stage else 0) + kept,
+        "gradients_in_flight": carried,
         "optimizer": (8 + masters) * shape.total // parts,
         "padding": weight * padding,
         "unsharded_parameters": weight * shape.bare,

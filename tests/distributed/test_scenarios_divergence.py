@@ -254,9 +254,13 @@ def end_process() -> None:
 
 
 class Forked(Net):
-    """Each rank can be sent its own way, after some ordinary steps."""
+    """Each rank can be sent its own way, after some ordinary steps. Far enough apart that guessed gathers do not cover it."""
 
     way = "same"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.extend(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * self.gain
@@ -264,7 +268,7 @@ class Forked(Net):
         if self.way == "one":
             blocks = blocks[:1]
         elif self.way == "other":
-            blocks = blocks[1:]
+            blocks = blocks[-1:]
         elif self.way == "swapped":
             blocks = blocks[::-1]
         for block in blocks:
@@ -281,15 +285,10 @@ DIFFERENT_WAYS = [(("one", "other"), 3), (("same", "swapped"), 0), (("one", "sam
 )
 def test_different_units_at_stage_3_are_a_named_error_on_both_ranks(ways: tuple[str, str], warm: int) -> None:
     """Also when it comes out of the engine's own `with` block, which must not hide it."""
-    named = "(?s)rank 0: .*{}.*rank 1: .*{}.*declare those that may differ as leaf modules"
-    expected = {
-        ("one", "other"): named.format("gather blocks.0", "gather blocks.1"),
-        ("same", "swapped"): named.format("gather blocks.0", "gather blocks.1"),
-        # The rank that leaves a block out finds it missing in its backward.
-        ("one", "same"): named.format("gather blocks.0", "gather blocks.1"),
-    }
+    # Weights may be gathered by a wrong guess, so it is not always the first module that tells the ranks apart.
+    named = r"(?s)rank 0: asks for '(gather|reduce) [\w.<>]+'.*rank 1: asks for '(gather|reduce) [\w.<>]+'"
     model = build(Forked)
-    with soon(expected[ways]), start(model, 3) as engine:
+    with soon(f"{named}.*declare those that may differ as leaf modules"), start(model, 3) as engine:
         train(engine, warm)
         model.way = ways[dist.get_rank()]
         train(engine, 1, first=warm)
