@@ -262,7 +262,8 @@ class Engine(nn.Module):
         """Bytes that this rank holds for the model's state, and what it would hold unsharded.
 
         Keys: parameters_resting, parameters_live_peak, gradients, gradients_in_flight, optimizer, padding,
-        unsharded_parameters, unsharded_gradients, unsharded_optimizer. "optimizer" includes master weights that are separate from the parameters.
+        unsharded_parameters, unsharded_gradients, unsharded_optimizer. "optimizer" includes master weights that
+        are separate from the parameters.
         """
         report = self._runtime.memory()
         masters, unsharded_masters = report.pop("masters"), report.pop("unsharded_masters")

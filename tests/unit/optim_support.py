@@ -1,4 +1,4 @@
-"""Ranks simulated by threads of one process: parameters cut at random places, sums over ranks that really wait for each other."""
+"""Ranks simulated by threads of one process: parameters cut at random places, sums that really wait for each other."""
 
 from __future__ import annotations
 
@@ -104,7 +104,14 @@ class Job:
             for number, start, stop in slots:
                 flat[start:stop] = params[number].detach().view(-1)
             pieces = tuple(
-                Piece(self.names[number], number, max(start, low) - low, min(stop, low + chunk) - low, stop - start, max(low - start, 0))
+                Piece(
+                    self.names[number],
+                    number,
+                    max(start, low) - low,
+                    min(stop, low + chunk) - low,
+                    stop - start,
+                    max(low - start, 0),
+                )
                 for number, start, stop in slots
                 if max(start, low) < min(stop, low + chunk)
             )
@@ -201,4 +208,5 @@ def make_grads(seed: int, shapes: Sequence[tuple[int, ...]] = SHAPES, unused: Se
 
 def close(actual: Sequence[Tensor], expected: Sequence[Tensor], rtol: float = 1e-5, atol: float = 1e-6) -> None:
     for number, (left, right) in enumerate(zip(actual, expected, strict=True)):
-        torch.testing.assert_close(left, right.detach(), rtol=rtol, atol=atol, msg=lambda text, n=number: f"parameter {n}: {text}")
+        message = f"parameter {number}: {{}}".format
+        torch.testing.assert_close(left, right.detach(), rtol=rtol, atol=atol, msg=message)

@@ -61,7 +61,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class SavedValue:
-    """What autograd keeps in place of any other tensor: with hooks, torch leaves it to them to see that nobody wrote into it."""
+    """What autograd keeps in place of any other tensor: with hooks, torch leaves it to them to see that nobody wrote to it."""
 
     tensor: Tensor
     version: int
@@ -134,7 +134,7 @@ class Runtime:
         return Traffic(unit, gradients, sum(len(buffer.members) for buffer in trainable), tuple(frozen))
 
     def _hook(self, traffic: Traffic, plan: UnitPlan) -> Iterator[Any]:
-        module = plan.module
+        module: Any = plan.module  # torch leaves some of its registrations untyped
         yield module.register_forward_pre_hook(Hook(partial(self._enter, traffic)), prepend=True, with_kwargs=True)
         yield module.register_forward_hook(Hook(partial(self._leave, traffic)), always_call=True)
         if traffic is self._root and traffic.unit.moving:
@@ -589,7 +589,8 @@ class Runtime:
                 raise ParameterError(explain(f"parameter {lost[0]!r} was replaced by load_state_dict", do=remedy))
         if unit.state in (State.LIVE, State.LENT):
             for buffer in unit.buffers:
-                buffer.check_bound()
+                if buffer.resident or unit.state is State.LIVE:
+                    buffer.check_bound()
             for home in unit.homes():
                 commit(home)
             unit.changed(lent_too=True)

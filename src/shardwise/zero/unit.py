@@ -124,6 +124,7 @@ class Unit:
         self.provisional = provisional
         self.owner: weakref.ref[Any] | None = None  # whoever can be asked about the optimizer state of the parameters
         self.state = State.LIVE if all(buffer.storage.is_live for buffer in buffers) else State.RESTING
+        self.closed = False
         self.pins = 0  # users that need the weights to stay, such as a GatheredParameters context
         self.version = 0  # changes with the weights; a graph recorded with an older version is stale
         self.fetcher: Fetcher | None = None  # gathers on demand, where that is allowed at this moment
@@ -250,6 +251,7 @@ class Unit:
 
     def close(self) -> None:
         """Forget the parameters: their homes are no longer here, and what they have in memory is the module's own."""
+        self.closed, self.moving = True, ()
         for buffer in self.buffers:
             for _, _, parameter in buffer.present():
                 home = homes.get(parameter)
