@@ -10,6 +10,7 @@ import json
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from shardwise.config import Config, load_config
 from shardwise.data import build_loader
 from shardwise.device import choose_device, use_device
 from shardwise.engine import Engine, Parts
-from shardwise.errors import ConfigError, DivergenceError, ParameterError, UsageError, explain
+from shardwise.errors import ConfigError, DivergenceError, ParameterError, ShardwiseError, UsageError, explain
 from shardwise.mesh import DataMesh
 from shardwise.optim import (
     LossScale,
@@ -99,6 +100,8 @@ def initialize(
     device = choose_device(get_local_rank(), world_size=world)
     use_device(device)
     comm = Comm(mesh.data, watchdog_s=settings.watchdog_s)
+    built: list[Any] = []
+    engine: Engine | None = None
     try:
         plan = plan_groups(optimizer, model_parameters, model.named_parameters(), settings.optimizer)
         _check_agreement(comm, mesh, model, settings, plan)
@@ -106,13 +109,24 @@ def initialize(
         built = build_units(model, Site(comm, mesh, policy, device, groups))
         _share_buffers(model, comm, mesh, device)
         engine = _assemble(model, settings, comm, mesh, device, plan, built, _loader(settings, training_data, mesh, collate_fn))
+        if engine.optimizer is not None:
+            engine.lr_scheduler = _scheduler(lr_scheduler, settings, engine.optimizer)
     except BaseException:
+        _give_back(engine, [unit for unit, _ in built])
         comm.close()
         raise
-    if engine.optimizer is not None:
-        engine.lr_scheduler = _scheduler(lr_scheduler, settings, engine.optimizer)
     _announce(engine, settings)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _give_back(engine: Engine | None, units: list[Unit]) -> None:
+    """Nothing came of it: the model is the user's again. What cannot be had any more must not hide the reason."""
+    with suppress(ShardwiseError):
+        if engine is not None:
+            engine.destroy()
+        for unit in () if engine is not None else units:
+            unit.gather()
+            unit.close()
 
 
 def _pick_config(args: Any, config: Any, config_params: Any) -> Any:

@@ -193,6 +193,9 @@ def check_parameters(model: nn.Module) -> None:
             raise ParameterError(explain(f"parameter {name!r} is on the meta device and has no values", do=remedy))
         if not isinstance(parameter, ReleasedParameter):
             whole.append((name, parameter))
+        elif home is None or home.reference() is None:
+            remedy = "build it anew and load weights; destroy(restore=True) would have left them here"
+            raise ParameterError(explain(f"parameter {name!r} has no values: the engine that held it is gone", do=remedy))
     for one, other in overlaps(whole):
         remedy = "to tie weights, assign the same nn.Parameter to both modules; to untie them, clone() one"
         problem = f"parameters {one!r} and {other!r} are different objects that share memory"

@@ -18,8 +18,8 @@ from torch.autograd.graph import increment_version
 
 from shardwise.errors import ParameterError, UsageError, explain
 from shardwise.zero.buffer import as_storage
-from shardwise.zero.released import homes
-from shardwise.zero.unit import Home, State
+from shardwise.zero.released import ReleasedParameter, homes
+from shardwise.zero.unit import Home, State, Unit
 
 __all__ = ["DiscardedEditWarning", "GatheredParameters", "commit"]
 
@@ -94,11 +94,15 @@ class _Watched:
 
     Args:
         home: where it lives.
-        before: a copy of its values, where they stay when the block ends, so that edits can be undone.
-        mark: a fingerprint of its values elsewhere.
+        unit: its unit, kept alive for the time of the block.
+        parameter: the parameter.
+        stays: whether its values stay when the block ends, so that edits have to be undone.
+        before: a copy of its values, if they stay.
+        mark: a fingerprint of its values otherwise.
     """
 
     home: Home
+    unit: Unit
     parameter: nn.Parameter
     stays: bool
     before: Tensor | None = None
@@ -133,6 +137,9 @@ class _Block:
             if home is not None and home.unit.settle is not None:
                 home.unit.settle(home.unit)
         found = [(tensor, homes.get(tensor)) for tensor in tensors]
+        if any(home is None and isinstance(tensor, ReleasedParameter) for tensor, home in found):
+            remedy = "destroy(restore=True) would have left the weights in the model"
+            raise UsageError(explain("there are parameters whose engine is gone, and their weights with it", do=remedy))
         held = [home for _, home in found if home is not None]
         self._others = [tensor for tensor, home in found if home is None]
         self._modifier = modifier
@@ -145,7 +152,9 @@ class _Block:
         with self._exit:  # what was pinned is let go if the next unit cannot be gathered
             for unit in self._units:
                 self._exit.enter_context(unit.pinned(lend=True))
-            self._watched = [_Watched(h, h.member.parameter, h.unit in stay or h.buffer.resident) for h in held]
+            self._watched = [
+                _Watched(home, home.unit, home.member.parameter, home.unit in stay or home.buffer.resident) for home in held
+            ]
             for watched in self._watched:
                 watched.look()
             self._exit = self._exit.pop_all()
@@ -160,6 +169,9 @@ class _Block:
         """
         for unit in self._units:
             unit.watchers.remove(self._look)
+        # Where an engine was destroyed inside the block, its weights are in the model as they are.
+        self._units = [unit for unit in self._units if not unit.closed]
+        self._watched = [watched for watched in self._watched if not watched.unit.closed]
         with self._exit:
             problems = [problem for watched in self._watched if (problem := _bring_back(watched)) is not None]
             if edits and self._modifier is not None and self._units:
@@ -195,7 +207,7 @@ class _Block:
 
     def _publish(self, modifier: int) -> None:
         for watched in self._watched:
-            home, unit = watched.home, watched.home.unit
+            home, unit = watched.home, watched.unit
             values = as_storage(watched.parameter.detach())
             unit.comm.broadcast(values, unit.data, unit.data.ranks.index(modifier), f"edit of {home.name}").wait()
             commit(home)
