@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import lcm, prod
 
 from shardwise.errors import LayoutError, explain
 from shardwise.layout.placement import DATA_PARALLEL, Placement
@@ -123,8 +123,10 @@ def pack(requests: Sequence[Request], itemsize: int, shards: int) -> Layout:
         shards: how many equal chunks the buffer is cut into.
 
     Raises:
-        LayoutError: two parameters have one name.
+        LayoutError: two parameters have one name, or there are no chunks.
     """
+    if shards < 1:
+        raise LayoutError(explain("a buffer cannot be cut", expected="at least 1 chunk", found=str(shards)))
     align = max(1, SLOT_BYTES // itemsize)
     slots: list[Slot] = []
     seen: set[str] = set()
@@ -134,7 +136,7 @@ def pack(requests: Sequence[Request], itemsize: int, shards: int) -> Layout:
             raise LayoutError(explain(f"two parameters are called {request.name!r}", do="give every parameter its own name"))
         seen.add(request.name)
         length = prod(request.shape) * request.width
-        offset = _round_up(end, max(align, request.granule)) if length else end
+        offset = _round_up(end, lcm(align, request.granule)) if length else end
         slots.append(Slot(request, offset, length))
         end = offset + length
     return Layout(tuple(slots), chunk=_round_up(-(-end // shards), align), shards=shards)
