@@ -19,6 +19,7 @@ auxiliary loss kept as an attribute, an output nobody can look into).
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -122,6 +123,7 @@ class Runtime:
         self._depth = 0  # calls of units and of parts of the root that are under way
         self._saving: saved_tensors_hooks | None = None
         self._handles: list[Any] = []
+        self._inlets: list[Callable[[nn.Parameter], None]] = []  # where the gradients of parameters go
         for unit, plan in units:
             self._handles += self._hook(self._by_unit[unit], plan)
 
@@ -151,7 +153,8 @@ class Runtime:
             gradients = next((item for item in traffic.gradients if item.buffer is buffer), None)
             for position, member in enumerate(buffer.members):
                 if gradients is not None:
-                    hook = partial(self._deliver, traffic, gradients, position, member)
+                    self._inlets.append(partial(self._deliver, traffic, gradients, position, member))
+                    hook = partial(_deliver_to, weakref.ref(self), len(self._inlets) - 1)
                     yield _after_accumulation(member.parameter, hook)
                 elif member.parameter.requires_grad:  # no optimizer wants it, so nobody would ever free it
                     yield _after_accumulation(member.parameter, _discard)
@@ -389,6 +392,10 @@ class Runtime:
         use.traffic.end(use)
         if use.traffic.done and use.traffic not in self._twice:
             use.traffic.unit.release()
+
+    def deliver(self, inlet: int, parameter: nn.Parameter) -> None:
+        """The gradient of a parameter is complete for one backward pass. For hooks."""
+        self._inlets[inlet](parameter)
 
     def _deliver(self, traffic: Traffic, gradients: Gradients, position: int, member: Member, parameter: nn.Parameter) -> None:
         gradient = parameter.grad
@@ -642,6 +649,13 @@ def _unwritten(saved: SavedValue) -> Tensor:
             )
         )
     return tensor
+
+
+def _deliver_to(runtime: weakref.ref[Runtime], inlet: int, parameter: nn.Parameter) -> None:
+    """Hand a gradient over. The garbage collector does not see what such a hook holds: a strong reference would be for ever."""
+    alive = runtime()
+    if alive is not None:
+        alive.deliver(inlet, parameter)
 
 
 def _after_accumulation(parameter: Any, hook: Callable[[nn.Parameter], None]) -> Any:
