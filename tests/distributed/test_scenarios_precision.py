@@ -112,7 +112,7 @@ WAYS: dict[str, tuple[list[str], set[str]]] = {
 
 
 def one_step_by_hand(make: Callable[[], nn.Module], pinned: set[str], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Masters after one step of the same arithmetic, spelled out: 16-bit gradients of each rank, summed and applied in float32."""
+    """Masters after one step of the same arithmetic, spelled out: 16-bit gradients, summed and applied in float32."""
     model = build(make)
     named = dict(model.named_parameters())
     wide = {name: Parameter(parameter.detach().clone()) for name, parameter in named.items()}
