@@ -172,7 +172,7 @@ def test_full_gradients_between_backward_and_step(stage: int) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_gradients_in_an_accumulation(precision: str) -> None:
     """What the next step will see: at each moment the sum so far over the length of the window; unscaled; in float32."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]

@@ -63,7 +63,7 @@ def edited(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 
 
 @ranks(2)
-@pytest.mark.parametrize("modifier", [0, 1])
+@pytest.mark.parametrize("modifier", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_edits_reach_every_rank(modifier: int) -> None:
     right = edited()
     x = torch.randn(2, 4)

@@ -254,8 +254,17 @@ def test_bit_equal_to_a_normal_build(name: str) -> None:
     assert differences(OWN[name]) == []
 
 
+PECULIAR = ("encoder_layers", "parametrized", "tied_across", "non_contiguous", "frozen_integers", "mixed_dtypes", "recurrent")
+
+
 @ranks(2)
 def test_peculiar_models_are_bit_equal_to_a_normal_build() -> None:
+    assert {name: found for name in PECULIAR if (found := differences(CASES[name].build))} == {}
+
+
+@pytest.mark.slow
+@ranks(2, 4)
+def test_all_peculiar_models_are_bit_equal_to_a_normal_build() -> None:
     assert {name: found for name, case in CASES.items() if (found := differences(case.build))} == {}
 
 

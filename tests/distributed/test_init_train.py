@@ -39,7 +39,7 @@ class Vectors(nn.Module):
 
 
 @ranks(2)
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_training_equals_that_of_a_normal_build(precision: str) -> None:
     """Masters begin with all digits of the float32 weights, as the reference does."""
     check(own(Vectors, 4, 4, precision=precision, optimizer="adamw", accumulation=2), stages=(0, 1, 2, 3), sharded=True)
@@ -47,7 +47,16 @@ def test_training_equals_that_of_a_normal_build(precision: str) -> None:
 
 @ranks(1, 3)
 def test_training_on_other_numbers_of_ranks() -> None:
-    check(own(Vectors, 4, 4, optimizer="adamw"), stages=(1, 3), sharded=True)
+    check(own(Vectors, 4, 4, optimizer="adamw"), stages=(3,), sharded=True)
+
+
+@pytest.mark.slow
+@ranks(2, 4)
+def test_training_in_all_ways() -> None:
+    for precision in ("fp32", "bf16", "fp16"):
+        for accumulation in (1, 3):
+            recipe = own(Vectors, 4, 4, precision=precision, accumulation=accumulation, clip=0.1)
+            check(recipe, stages=(0, 1, 2, 3), sharded=True)
 
 
 @ranks(2)

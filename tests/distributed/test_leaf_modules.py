@@ -106,26 +106,38 @@ def test_declared_by_calls(build: Callable[[], nn.Module]) -> None:
     check(own(build, 4, 4, optimizer="adamw"), stages=(2, 3))
 
 
+WAYS = (
+    {"classes": [f"{__name__}.Experts"]},
+    {"names": ["blocks.0.moe", "blocks.1.moe"]},
+    {"name_suffixes": ["moe"]},
+    {"classes": ["Mixture"]},
+)
+MORE_WAYS = (
+    {"classes": ["Experts"]},
+    {"name_suffixes": [".moe"], "classes": ["Experts"], "names": ["blocks.1.moe"]},
+    {"classes": ["Block"]},
+    {"names": ["blocks"]},
+)
+
+
 @ranks(2)
-def test_declared_by_configuration() -> None:
-    for leaf in (
-        {"classes": ["Experts"]},
-        {"classes": [f"{__name__}.Experts"]},
-        {"names": ["blocks.0.moe", "blocks.1.moe"]},
-        {"name_suffixes": ["moe"]},
-        {"name_suffixes": [".moe"], "classes": ["Experts"], "names": ["blocks.1.moe"]},
-        {"classes": ["Block"]},
-        {"classes": ["Mixture"]},
-        {"names": ["blocks"]},
-    ):
+@pytest.mark.parametrize("ways", [WAYS, pytest.param(MORE_WAYS, marks=pytest.mark.slow)], ids=["ways", "more"])
+def test_declared_by_configuration(ways: tuple[dict[str, list[str]], ...]) -> None:
+    for leaf in ways:
         problems = problems_of(own(Mixture, 4, 4), [Way(3, overrides={"zero_optimization": _zero(**leaf)})])
         assert problems == [], leaf
 
 
 @ranks(2)
-def test_every_stage_precision_and_accumulation() -> None:
-    check(own(marked, 4, 4, optimizer="adamw", accumulation=3, clip=0.1), stages=(0, 1, 2, 3))
-    check(own(marked, 4, 4, precision="bf16", accumulation=2), stages=(1, 3))
+def test_accumulation_and_clipping() -> None:
+    check(own(marked, 4, 4, optimizer="adamw", accumulation=3, clip=0.1), stages=(1, 3))
+
+
+@pytest.mark.slow
+@ranks(2, 4)
+def test_every_stage_and_precision() -> None:
+    for precision in ("fp32", "bf16", "fp16"):
+        check(own(marked, 4, 4, optimizer="adamw", precision=precision, accumulation=2), stages=(0, 1, 2, 3))
 
 
 @ranks(1, 3)
