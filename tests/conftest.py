@@ -7,11 +7,22 @@ import os
 # One thread per process: the ranks of a test share the cores of one machine. Read by torch when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from collections.abc import Iterator
+
 import pytest
+import torch.distributed as dist
 
 from tests.harness.worker import ASSERTING_MODULES
 
 pytest.register_assert_rewrite(*ASSERTING_MODULES)
+
+
+@pytest.fixture(autouse=True)
+def each_test_starts_without_a_process_group() -> Iterator[None]:
+    """`shardwise.initialize` starts one where there is none, also in the session's own process."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def pytest_unconfigure() -> None:

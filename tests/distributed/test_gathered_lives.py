@@ -267,3 +267,44 @@ def test_edits_in_place_by_all_ranks_before_a_step_are_the_same_as_at_constructi
         train(engine, 2)
         train(other, 2)
         assert all(same(one, two) for (_, one), (_, two) in zip(gathered(model), gathered(plain), strict=True))
+
+
+@ranks(2)
+def test_forward_and_backward_on_different_sides_of_the_block() -> None:
+    right = trained(2)
+    for stage in (2, 3):
+        for side in ("forward", "backward", "both", "one unit"):
+            model = build()
+            with engine_for(model, stage) as engine:
+                for _ in range(2):
+                    chosen = list(model.blocks[1].parameters() if side == "one unit" else model.parameters())
+                    with GatheredParameters(chosen if side != "backward" else ()):
+                        loss = engine(X).square().mean()
+                        if side == "both":
+                            engine.backward(loss)
+                    if side != "both":
+                        with GatheredParameters(chosen if side == "backward" else ()):
+                            engine.backward(loss)
+                    engine.step()
+                after = dict(gathered(model))
+                assert all(same(after[name], right[name]) for name in right), (stage, side)
+
+
+@ranks(2)
+def test_edits_while_the_model_is_served() -> None:
+    right = edited()
+    expected = build()
+    in_place(expected)
+    for stage in (0, 1, 3):
+        model = build()
+        with engine_for(model, stage) as engine:
+            with engine.inference() as plain:
+                with GatheredParameters(model.parameters(), modifier_rank=1):
+                    if dist.get_rank() == 1:
+                        in_place(model)
+                    with engine.inference() as inner:
+                        assert inner is plain
+                assert torch.equal(plain(X), expected(X)), stage
+            with GatheredParameters(model.head.parameters()), engine.inference() as plain:
+                assert torch.equal(plain(X), expected(X)), stage
+            assert all(same(value, right[name]) for name, value in gathered(model)), stage

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import json
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -323,6 +324,10 @@ def test_at_most_one_module_is_whole_at_any_time(world_size: int) -> None:
     resting = LAYERS * LAYER_BYTES / world_size
     assert len(peaks) >= 2 * LAYERS
     assert max(peaks) <= 1.05 * (resting + 2 * LAYER_BYTES), "the layer itself, and the copy of it that is cut"
+    # A thread of gloo lets go of the last operation's tensors a moment after it was waited for.
+    limit = time.monotonic() + 5.0
+    while live_bytes() - before > 1.05 * resting and time.monotonic() < limit:
+        time.sleep(0.001)
     assert live_bytes() - before <= 1.05 * resting
     del model
 

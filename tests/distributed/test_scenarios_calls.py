@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -435,12 +436,12 @@ def freeze_norms(model: nn.Module) -> nn.Module:
 
 
 @ranks(2)
-@pytest.mark.parametrize("stages", [(1, 3), pytest.param((0, 2), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("stages", [(3,), pytest.param((0, 1, 2), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_recomputation_inside_and_around_units(reentrant: bool, stages: tuple[int, ...]) -> None:
     """With all weights trained, and with frozen ones."""
     for style in STYLES:
-        for frozen in (False, True):
+        for frozen in (False, True) if style in ("inside", "around") else (True,):
             prepare: Callable[[nn.Module], nn.Module] = freeze_norms if frozen else lambda model: model
             right = reference(prepare(build(lambda style=style: Deep(style, reentrant))), 3, adamw)
             for stage in stages:
@@ -453,17 +454,16 @@ def test_recomputation_inside_and_around_units(reentrant: bool, stages: tuple[in
 @ranks(2)
 def test_recomputation_in_bf16_changes_no_bit() -> None:
     """Of what the same model gives without recomputation."""
-    for stage in (1, 3):
-        found = []
-        for make in (lambda: Deep("every", False), *(lambda s=s, r=r: Deep(s, r) for s in STYLES for r in (False, True))):
-            with start(build(make), stage, adamw, precision="bf16") as engine:
-                for step in range(2):
-                    x, y = part(samples(4, step), 2)
-                    engine.backward(F.mse_loss(engine(x.bfloat16()).float(), y))
-                    engine.step()
-                found.append(full(engine))
-        for other in found[1:]:
-            assert_equal(other, found[0], f"stage {stage}")
+    found = []
+    for make in (lambda: Deep("every", False), *(lambda s=s, r=r: Deep(s, r) for s in STYLES for r in (False, True))):
+        with start(build(make), 3, adamw, precision="bf16") as engine:
+            for step in range(2):
+                x, y = part(samples(4, step), 2)
+                engine.backward(F.mse_loss(engine(x.bfloat16()).float(), y))
+                engine.step()
+            found.append(full(engine))
+    for other in found[1:]:
+        assert_equal(other, found[0])
 
 
 class Noisy(nn.Module):
@@ -577,6 +577,10 @@ def test_graphs_die_with_their_last_reference() -> None:
                             engine.backward(loss)
                             engine.step()
                         del loss
+                        # gloo's thread keeps what was current when a collective began until it has put that aside.
+                        limit = time.monotonic() + 5.0
+                        while len(Mark.tokens) and time.monotonic() < limit:
+                            time.sleep(0.001)
                         assert len(Mark.tokens) == 0, f"stage {stage}, reentrant {reentrant}, backward {backward}"
     finally:
         gc.enable()

@@ -276,7 +276,7 @@ class Forked(Net):
         return self.head(x)
 
 
-DIFFERENT_WAYS = [(("one", "other"), 3), (("same", "swapped"), 0), (("one", "same"), 3)]
+DIFFERENT_WAYS = [(("one", "other"), 3), (("same", "swapped"), 0), pytest.param(("one", "same"), 3, marks=pytest.mark.slow)]
 
 
 @ranks(2, dies=(0, 1))

@@ -77,8 +77,8 @@ def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int
 
 @ranks(2)
 def test_splitting_a_group_changes_nothing() -> None:
-    for optimizer in (sgd, adamw):
-        for stage in STAGES:
+    for optimizer, stages in ((sgd, (0, 2)), (adamw, (1, 3))):
+        for stage in stages:
             found = []
             for split in (False, True):
                 model = build()
@@ -99,7 +99,7 @@ def test_groups_keep_identity_order_and_options(given: str) -> None:
         right = build()
         updates = optimizer(adapt(three(right), optimizer))
         train_plainly(right, updates, 3)
-        for stage in STAGES:
+        for stage in STAGES if given == "object" else (3,):
             model = build()
             groups = adapt(three(model), optimizer)
             members = [list(group["params"]) for group in groups]
@@ -237,7 +237,7 @@ def three_rates(model: nn.Module) -> Groups:
 @ranks(1, 2)
 def test_schedules_of_the_configuration_move_every_group_from_its_own_base(world_size: int) -> None:
     """The ratio of 10 stays, the empty group does not shift the list, and the first step already has the first value."""
-    for stage in (0, 3):
+    for stage in (0, 3) if world_size == 1 else (3,):
         for kind, params, curve in SCHEDULES:
             model = build()
             section = {"type": kind, "params": params}
@@ -292,7 +292,7 @@ def test_schedules_of_torch(given: str) -> None:
         updates = sgd(three_rates(right))
         schedule = make(updates)
         rates = train_plainly(right, updates, 4, schedule)
-        for stage in (1, 3):
+        for stage in (1, 3) if given == "object" else (3,):
             model = build()
             optimizer = sgd(three_rates(model))
             schedule = make if given == "function" else make(optimizer) if given == "object" else None
@@ -347,7 +347,7 @@ def test_classes_of_torch_by_name() -> None:
     for name, params in BY_NAME.items():
         right = build()
         train_plainly(right, getattr(torch.optim, name)(right.parameters(), **params), 3)
-        for stage in (0, 2, 3):
+        for stage in (3,) if name.startswith("Ad") else (0, 3):
             config = settings(stage, optimizer={"type": name, "params": params})
             with shardwise.initialize(model=build(), config=config)[0] as engine:
                 train(engine, 3)

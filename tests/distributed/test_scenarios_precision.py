@@ -133,34 +133,42 @@ def one_step_by_hand(make: Callable[[], nn.Module], pinned: set[str], dtype: tor
 
 
 @ranks(2)
-@pytest.mark.parametrize("way", WAYS)
-def test_modules_pinned_to_float32_stay_so(way: str) -> None:
+def test_modules_pinned_to_float32_stay_so_at_every_stage() -> None:
     """Through construction, forward, steps and destroy; they begin with the very bits they had."""
+    for stage in STAGES:
+        check_pins("pattern", "bf16", stage)
+    check_pins("a whole block", "fp16", 3)
+
+
+@ranks(2)
+def test_modules_are_pinned_to_float32_by_name_pattern_and_class() -> None:
+    for way in WAYS:
+        check_pins(way, "bf16", 3)
+
+
+def check_pins(way: str, precision: str, stage: int) -> None:
     patterns, pinned = WAYS[way]
+    dtype = DTYPES[precision]
     original = full(build(Biased))
-    for precision, dtype in DTYPES.items():
-        expected = one_step_by_hand(Biased, pinned, dtype)
-        for stage in STAGES if precision == "bf16" else (3,):
-            types = {"keep_in_fp32_modules": patterns}
-            model = build(Biased)
-            with start(model, stage, adamw, precision=precision, data_types=types) as engine:
-                right = {name: torch.float32 if name in pinned else dtype for name in original}
-                assert {name: parameter.dtype for name, parameter in model.named_parameters()} == right
-                assert_equal({name: full(engine)[name] for name in pinned}, {name: original[name] for name in pinned})
-                assert_equal(masters(engine), original, "masters keep all digits the model was built with")
-                seen = watch_dtypes(model)
-                for step in range(3):
-                    x, y = part(samples(4, step), 2)
-                    engine.backward(F.mse_loss(engine(x.to(dtype)).float(), y))
-                    engine.step()
-                    assert engine.was_step_applied()
-                    assert {name: parameter.dtype for name, parameter in model.named_parameters()} == right
-                    held = masters(engine)
-                    assert_equal(full(engine), {name: held[name].to(right[name]) for name in right})
-                    if step == 0:
-                        assert_close(held, expected, f"stage {stage} {precision}")
-                assert seen == right
+    right = {name: torch.float32 if name in pinned else dtype for name in original}
+    model = build(Biased)
+    with start(model, stage, adamw, precision=precision, data_types={"keep_in_fp32_modules": patterns}) as engine:
+        assert {name: parameter.dtype for name, parameter in model.named_parameters()} == right
+        assert_equal({name: full(engine)[name] for name in pinned}, {name: original[name] for name in pinned})
+        assert_equal(masters(engine), original, "masters keep all digits the model was built with")
+        seen = watch_dtypes(model)
+        for step in range(3):
+            x, y = part(samples(4, step), 2)
+            engine.backward(F.mse_loss(engine(x.to(dtype)).float(), y))
+            engine.step()
+            assert engine.was_step_applied()
             assert {name: parameter.dtype for name, parameter in model.named_parameters()} == right
+            held = masters(engine)
+            assert_equal(full(engine), {name: held[name].to(right[name]) for name in right})
+            if step == 0:
+                assert_close(held, one_step_by_hand(Biased, pinned, dtype), f"stage {stage} {precision} {way}")
+        assert seen == right
+    assert {name: parameter.dtype for name, parameter in model.named_parameters()} == right
 
 
 def watch_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
@@ -331,18 +339,13 @@ def test_16_bit_accumulation_only_where_it_is_asked_for() -> None:
         def forward(self, c: Tensor) -> Tensor:
             return c * self.w
 
-    for stage in (1, 3):
-        for types, total in (
-            ({}, 1.498046875),
-            ({"grad_accum_dtype": "bf16"}, 1.0),
-            ({"grad_accum_dtype": "fp32"}, 1.498046875),
-        ):
-            with start(build(Scalar), stage, accumulation=256, precision="bf16", data_types=types) as engine:
-                for number in range(256):
-                    c = torch.tensor(2.0**-9 if number else 1.0, dtype=torch.bfloat16)
-                    engine.backward(engine(c), scale_wrt_gas=False)
-                    engine.step()
-                assert engine.get_global_grad_norm() == total
+    for dtype, total in (("bf16", 1.0), ("fp32", 1.498046875)):
+        with start(build(Scalar), 3, accumulation=256, precision="bf16", data_types={"grad_accum_dtype": dtype}) as engine:
+            for number in range(256):
+                c = torch.tensor(2.0**-9 if number else 1.0, dtype=torch.bfloat16)
+                engine.backward(engine(c), scale_wrt_gas=False)
+                engine.step()
+            assert engine.get_global_grad_norm() == total
 
 
 @ranks(2)

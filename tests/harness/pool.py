@@ -28,7 +28,7 @@ from tests.harness.worker import Call, Outcome, Target, current_filters, main
 __all__ = ["Options", "Pool", "close_pool", "the_pool"]
 
 ROOT = Path(__file__).parents[2]
-PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest"]
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "shardwise.entry"]
 """What the server imports once. torch._dynamo comes in with the first optimizer anyway, and takes as long as torch."""
 
 START_LIMIT = 120.0

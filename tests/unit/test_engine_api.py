@@ -5,25 +5,16 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import shardwise
 from shardwise import Engine
-
-
-@pytest.fixture(autouse=True)
-def _no_group_stays() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 class Reader(nn.Module):

@@ -6,13 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -21,13 +19,6 @@ from shardwise import Engine, utils, zero
 from shardwise.errors import ConfigError, OptimizerError, ParameterError, ShardwiseError, UsageError
 
 CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}
-
-
-@pytest.fixture(autouse=True)
-def _no_group_stays() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def model() -> nn.Module:

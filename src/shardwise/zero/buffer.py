@@ -57,11 +57,13 @@ class Member:
             parameters alive, `zero.Init` does not.
         slot: where it lies in the buffer; `slot.name` is its first name in the model.
         index: its number among all parameters of the engine.
+        strides: of the tensor that it was, where they matter while it is lent; None for row-major ones.
     """
 
     reference: Callable[[], nn.Parameter | None]
     slot: Slot
     index: int
+    strides: tuple[int, ...] | None = None
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -176,7 +178,14 @@ class Buffer:
         """Give every parameter memory of its own, with the gathered values."""
         with torch.inference_mode(False):
             for _, member, parameter in self.present():
-                own = member.view(self.storage.full).clone()
+                gathered = member.view(self.storage.full)
+                own = torch.empty_strided(
+                    member.slot.shape,
+                    member.strides or gathered.stride(),
+                    dtype=gathered.dtype,
+                    device=gathered.device,
+                )
+                own.copy_(gathered)
                 retype(parameter, nn.Parameter)
                 parameter.data = own
 

@@ -149,7 +149,10 @@ def _allocate(key: BufferKey, named: Sequence[Named], site: Site, first_index: i
     storage = site.comm.allocate(layout.chunk, key.shard, key.dtype, site.device, resident=resident)
     site.comm.ledger.hold("parameters", storage.nbytes_resting)
     numbered = enumerate(zip(named, layout.slots, strict=True), start=first_index)
-    members = [Member(_reference(item.parameter, site), slot, index) for index, (item, slot) in numbered]
+    members = [
+        Member(_reference(item.parameter, site), slot, index, _strides(item.parameter, site))
+        for index, (item, slot) in numbered
+    ]
     buffer = Buffer(key, layout, members, storage, resident=resident)
     master = _master_dtype(key, site.policy)
     if buffer.trainable and master == key.dtype:
@@ -162,6 +165,13 @@ def _allocate(key: BufferKey, named: Sequence[Named], site: Site, first_index: i
 
 def _reference(parameter: nn.Parameter, site: Site) -> Callable[[], nn.Parameter | None]:
     return cast("Callable[[], nn.Parameter | None]", TensorWeakRef(parameter)) if site.provisional else lambda: parameter
+
+
+def _strides(parameter: Tensor, site: Site) -> tuple[int, ...] | None:
+    """Strides other than row-major: random numbers are drawn in the order of memory, and construction may go on."""
+    if not site.provisional or isinstance(parameter, ReleasedParameter) or parameter.is_contiguous():
+        return None
+    return torch.empty_like(parameter, memory_format=torch.preserve_format).stride()
 
 
 def _master_dtype(key: BufferKey, policy: Policy) -> torch.dtype:

@@ -249,7 +249,7 @@ def _bring_back(watched: _Watched) -> str | None:
     found, dtype = parameter.detach(), buffer.dtype_of(member)
     right = found.shape == member.slot.shape
     lent = not buffer.resident and watched.home.unit.state is State.LENT
-    if lent and right and found.dtype == dtype and found.is_contiguous():
+    if lent and right and found.dtype == dtype and _is_dense(found):
         return None
     if lent:
         place = torch.empty(member.slot.shape, dtype=dtype, device=buffer.shard.device)
@@ -263,6 +263,11 @@ def _bring_back(watched: _Watched) -> str | None:
         place.copy_(watched.before)
     parameter.data = place
     return None if right else _wrong_shape(watched.home, found)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether every element has bytes of its own, without gaps."""
+    return tensor.is_contiguous() or torch.empty_like(tensor, memory_format=torch.preserve_format).stride() == tensor.stride()
 
 
 def _wrong_shape(home: Home, found: Tensor) -> str:

@@ -29,6 +29,7 @@ from shardwise.device import choose_device
 from shardwise.errors import ParameterError, UsageError, explain
 from shardwise.mesh import DataMesh
 from shardwise.policy import STAGES, Policy
+from shardwise.zero.buffer import as_storage
 from shardwise.zero.build import Site, build_buffers, overlaps
 from shardwise.zero.discovery import Named
 from shardwise.zero.released import homes
@@ -170,9 +171,18 @@ class _Sharder:
         self._shard([Named(parameter, "copy")], "copy")
 
     def settle(self, unit: Unit) -> None:
-        """Somebody else is about to gather a unit."""
-        if unit in self._lent:
+        """Somebody else is about to gather a unit: what is lent stays so, as views may be held, but equal on all ranks."""
+        if unit not in self._lent:
+            return
+        members = [(buffer, member, parameter) for buffer in unit.buffers for _, member, parameter in buffer.present()]
+        if any(p.shape != member.slot.shape or p.dtype != buffer.dtype_of(member) for buffer, member, p in members):
             self._take_back([unit])
+            return
+        for _, member, parameter in members:
+            values = as_storage(parameter.detach().clone(memory_format=torch.contiguous_format))
+            self._site.comm.broadcast(values, self._site.mesh.data, 0, f"initialise {member.name}").wait()
+            same = torch.view_as_complex(values.view(*parameter.shape, 2)) if parameter.is_complex() else values
+            parameter.data.copy_(same.view(parameter.shape))
 
     def _on_child(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if child is not None:

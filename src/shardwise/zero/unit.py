@@ -228,7 +228,7 @@ class Unit:
             lend: where they are not here yet, bring them in memory of their own.
         """
         if not self.pins:
-            self._rested = self.state is not State.LIVE
+            self._rested = self.state in (State.RESTING, State.GATHERING)
         if lend and self.state is not State.LIVE:
             self.lend()
         self.gather()
