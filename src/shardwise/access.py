@@ -289,9 +289,11 @@ def _local(home: Home, chunk: Tensor) -> Tensor:
 
 
 def _write_weights(home: Home, parts: list[tuple[Piece, Tensor]]) -> None:
+    home.unit.open("set weights of")
     for piece, part in parts:
         _master(home)[piece.first : piece.last] = part
         home.buffer.shard[piece.first : piece.last] = part
+    home.unit.shut()
 
 
 def _weights_changed(home: Home) -> None:

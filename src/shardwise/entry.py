@@ -37,7 +37,7 @@ from shardwise.optim import (
     build_scheduler,
     plan_groups,
 )
-from shardwise.settings import make_policy, show_log, state_dtype
+from shardwise.settings import make_policy, share_memory, show_log, state_dtype
 from shardwise.zero import Runtime, Site, Unit, build_units, check_parameters
 
 __all__ = ["initialize"]
@@ -99,7 +99,7 @@ def initialize(
     mesh = DataMesh.grid(rank, world, world if policy.stage.sharded else 1)
     device = choose_device(get_local_rank(), world_size=world)
     use_device(device)
-    comm = Comm(mesh.data, watchdog_s=settings.watchdog_s)
+    comm = Comm(mesh.data, watchdog_s=settings.watchdog_s, share=share_memory(settings, device))
     built: list[Any] = []
     engine: Engine | None = None
     try:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from typing import Literal
 
 import torch
 
 from shardwise.config import Config
+from shardwise.errors import UsageError, explain
 from shardwise.policy import STAGES, Policy, Precision
 
-__all__ = ["dtype_named", "make_policy", "make_precision", "show_log", "state_dtype"]
+__all__ = ["dtype_named", "make_policy", "make_precision", "share_memory", "show_log", "state_dtype"]
 
 _DTYPES = {
     "fp32": torch.float32,
@@ -54,6 +56,20 @@ def make_precision(config: Config, data_ranks: int) -> Precision:
         autocast=autocast,
         cast_inputs=config.fp16.enabled and config.fp16.auto_cast,
     )
+
+
+def share_memory(config: Config, device: torch.device) -> bool | Literal["required"]:
+    """Whether ranks of one machine exchange tensors through shared memory; see `Comm`.
+
+    Raises:
+        UsageError: the configuration asks for it, and the model is not in host memory.
+    """
+    if config.transport == "shm" and device.type != "cpu":
+        remedy = "leave it out: accelerators exchange bytes through their own process group"
+        raise UsageError(explain('"transport": "shm" is for models in host memory', found=f"device {device}", do=remedy))
+    if config.transport == "gloo" or device.type != "cpu":
+        return False
+    return "required" if config.transport == "shm" else True
 
 
 def make_policy(config: Config, data_ranks: int) -> Policy:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -112,7 +114,9 @@ def check_storage(case: Case) -> None:
             full = storage.full
             assert (storage.shard.numel(), full.numel()) == (5, 5 * size)
             for step in range(2):
+                storage.open("write storage")
                 storage.shard.copy_(case.mine(5, dtype).roll(step))
+                storage.close()
                 storage.gather("gather storage").wait()
                 assert storage.full is full
                 assert bits(full) == bits(torch.cat([each.roll(step) for each in case.everyone(5, dtype)]))
@@ -146,13 +150,14 @@ def check_counters(case: Case) -> None:
     comm.all_gather(halves, halves[:3].clone(), axis, "x").wait()
     comm.reduce_scatter(halves[:3].clone(), halves, axis, "x").wait()
     comm.all_reduce(torch.zeros(7), axis, "x").wait()
+    comm.fence(axis, "x").wait()
     comm.broadcast(torch.zeros(5, dtype=torch.bool), axis, 0, "x").wait()
     comm.scatter(torch.zeros(2), torch.zeros(2 * size) if axis.index == 0 else None, axis, 0, "x").wait()
     comm.all_gather_object(None, axis, "x")
     comm.barrier(axis, "x")
     found = comm.ledger.snapshot()
     expected = {"all_gather": 6 * size, "reduce_scatter": 6 * size, "all_reduce": 28, "broadcast": 5, "scatter": 8 * size}
-    expected |= {"all_gather_object": 0, "barrier": 0}
+    expected |= {"all_gather_object": 0, "barrier": 0, "fence": 0}
     assert found["bytes"] == (expected if size > 1 else {})
     assert found["calls"] == (dict.fromkeys(expected, 1) if size > 1 else {})
 
@@ -172,17 +177,19 @@ def check_everything(case: Case) -> None:
 
 
 @ranks(1, 2, 3)
-def test_torch_transport(world_size: int) -> None:
+@pytest.mark.parametrize("share", [False, "required"], ids=["process group", "shared memory"])
+def test_transports(world_size: int, share: bool | Literal["required"]) -> None:
     axis = Axis("data", tuple(range(world_size)), dist.get_rank())
-    comm = Comm(axis)
+    comm = Comm(axis, share=share)
     check_everything(Case(comm, axis))
     comm.close()
 
 
 @ranks(3)
-def test_scattered_sums_of_16_bit_numbers_are_rounded_once() -> None:
+@pytest.mark.parametrize("share", [False, "required"], ids=["process group", "shared memory"])
+def test_scattered_sums_of_16_bit_numbers_are_rounded_once(share: bool | Literal["required"]) -> None:
     axis = Axis("data", (0, 1, 2), dist.get_rank())
-    comm = Comm(axis)
+    comm = Comm(axis, share=share)
     for dtype, large in ((torch.bfloat16, 256.0), (torch.float16, 2048.0)):
         full = torch.full((12,), large if axis.index == 0 else 1.0, dtype=dtype)
         out = torch.zeros(4, dtype=dtype)
@@ -199,9 +206,10 @@ def test_null_transport(size: int) -> None:
 
 
 @ranks(4)
-def test_axes_of_a_grid() -> None:
+@pytest.mark.parametrize("share", [False, "required"], ids=["process group", "shared memory"])
+def test_axes_of_a_grid(share: bool | Literal["required"]) -> None:
     mesh = DataMesh.grid(dist.get_rank(), 4, 2)
-    comm = Comm(mesh.data)
+    comm = Comm(mesh.data, share=share)
     for axis in (mesh.shard, mesh.replicate, mesh.data):
         case = Case(comm, axis)
         check_all_gather(case, 7, torch.float32)

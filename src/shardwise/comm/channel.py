@@ -20,11 +20,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.transport import Link
+from shardwise.comm.transport import NO_TAG, Link
 from shardwise.errors import PeerLostError, StallError, explain
 from shardwise.mesh import Axis
 
-__all__ = ["Channel", "ChannelGone", "StoreChannel"]
+__all__ = ["Channel", "ChannelGone", "StoreChannel", "introduce", "machine_name"]
 
 _dist: Any = dist  # its stubs do not export the stores
 _CARD = 1024  # bytes in which a rank introduces itself
@@ -95,10 +95,10 @@ class StoreChannel:
         serving = axis.rank == self.host
         self._processes: dict[int, int] = {}
         self._store: Any = _serve() if serving else None
-        mine = {"machine": _machine(), "pid": os.getpid()}
+        mine = {"machine": machine_name(), "pid": os.getpid()}
         if serving:
             mine |= {"port": self._store.port, "addresses": _addresses()}
-        cards = _introduce(axis, link, device, mine, patience_s)
+        cards = introduce(axis, link, device, mine, patience_s)
         if not serving:
             here = cards[0]["machine"] == mine["machine"]
             self._store = _connect(["127.0.0.1"] if here else cards[0]["addresses"], cards[0]["port"])
@@ -199,13 +199,18 @@ def _connect(addresses: Sequence[str], port: int) -> Any:
     )
 
 
-def _introduce(axis: Axis, link: Link, device: torch.device, mine: dict[str, Any], patience_s: float) -> list[dict[str, Any]]:
-    """Every rank's card, in axis order."""
+def introduce(axis: Axis, link: Link, device: torch.device, mine: dict[str, Any], patience_s: float) -> list[dict[str, Any]]:
+    """Every rank's card, in axis order: something that JSON can carry in a kilobyte. Collective.
+
+    Raises:
+        PeerLostError: another rank ended meanwhile.
+        StallError: another rank did not come within `patience_s`.
+    """
     text = json.dumps(mine).encode().ljust(_CARD)
     card = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
     cards = torch.empty(axis.size * _CARD, dtype=torch.uint8, device=device)
     try:
-        flight = link.all_gather(cards, card)
+        flight = link.all_gather(cards, card, NO_TAG)
         limit = time.monotonic() + patience_s
         while not flight.poll(1.0):
             if time.monotonic() > limit:
@@ -229,7 +234,7 @@ def _late(axis: Axis, patience_s: float) -> StallError:
     )
 
 
-def _machine() -> str:
+def machine_name() -> str:
     """What processes have in common that can reach each other by 127.0.0.1 and know each other's process ids."""
     marks = [socket.gethostname()]
     with suppress(OSError):
@@ -255,7 +260,7 @@ def _watch_processes(axis: Axis, cards: Sequence[dict[str, Any]]) -> dict[int, i
     descriptors: dict[int, int] = {}
     if hasattr(os, "pidfd_open"):
         for rank, card in zip(axis.ranks, cards, strict=True):
-            if rank != axis.rank and card["machine"] == _machine():
+            if rank != axis.rank and card["machine"] == machine_name():
                 with suppress(OSError):
                     descriptors[rank] = os.pidfd_open(card["pid"])
     return descriptors

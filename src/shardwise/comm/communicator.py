@@ -10,7 +10,8 @@ import pickle
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,9 @@ from shardwise.comm.events import Event
 from shardwise.comm.guard import Guard, Lane
 from shardwise.comm.handle import DONE, Handle
 from shardwise.comm.ledger import Ledger
+from shardwise.comm.shared_transport import SharedTransport
 from shardwise.comm.torch_transport import TorchTransport
-from shardwise.comm.transport import Flight, Link, LocalTransport, Storage, StorageSpec, Transport
+from shardwise.comm.transport import NO_TAG, Flight, Link, LocalTransport, Mismatch, Storage, StorageSpec, Tag, Transport
 from shardwise.errors import UsageError, explain
 from shardwise.mesh import Axis
 
@@ -78,7 +80,9 @@ class Comm:
         group: the torch process group of `data`; None is the default group.
         watchdog_s: seconds after which a collective that has not finished is an error.
         ledger: where to count; a new one by default.
-        transport: what carries the bytes; by default torch.distributed, or nothing at all for a single rank.
+        transport: what carries the bytes; by default nothing at all for a single rank, and else as `share` says.
+        share: whether ranks of one machine exchange tensors of the CPU through shared memory: True if they can, False never,
+            "required" or it is an error.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class Comm:
         watchdog_s: float = 300.0,
         ledger: Ledger | None = None,
         transport: Transport | None = None,
+        share: bool | Literal["required"] = True,
     ) -> None:
         self.ledger = Ledger() if ledger is None else ledger
         self._data = data
@@ -98,7 +103,7 @@ class Comm:
         self._closed = False
         self._lines: dict[Axis, _Line] = {}
         if transport is None:
-            transport = self._local if data.size == 1 else TorchTransport(data, group)
+            transport = self._local if data.size == 1 else _choose_transport(data, group, watchdog_s, share)
         self._transport = transport
         if transport.guarded:
             try:
@@ -124,7 +129,7 @@ class Comm:
             name: what it is called in errors.
         """
         _check_split("all_gather", name, axis, out, shard)
-        return self._issue(axis, self._event("all_gather", name, out), lambda link: link.all_gather(out, shard))
+        return self._issue(axis, self._event("all_gather", name, out), lambda link, tag: link.all_gather(out, shard, tag))
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, axis: Axis, name: str) -> Handle:
         """Sum `full` over all ranks and fill `out` with this rank's slice of the sum.
@@ -137,20 +142,22 @@ class Comm:
         """
         _check_split("reduce_scatter", name, axis, full, out)
         _check_summable("reduce_scatter", name, full)
-        return self._issue(axis, self._event("reduce_scatter", name, full), lambda link: link.reduce_scatter(out, full))
+        return self._issue(
+            axis, self._event("reduce_scatter", name, full), lambda link, tag: link.reduce_scatter(out, full, tag)
+        )
 
     def all_reduce(self, tensor: torch.Tensor, axis: Axis, name: str) -> Handle:
         """Replace `tensor` (contiguous, any shape, a dtype that `reduce_scatter` takes) by its sum over all ranks."""
         _check_contiguous("all_reduce", name, tensor)
         _check_summable("all_reduce", name, tensor)
-        return self._issue(axis, self._event("all_reduce", name, tensor), lambda link: link.all_reduce(tensor))
+        return self._issue(axis, self._event("all_reduce", name, tensor), lambda link, tag: link.all_reduce(tensor, tag))
 
     def broadcast(self, tensor: torch.Tensor, axis: Axis, source_index: int, name: str) -> Handle:
         """Replace `tensor` (contiguous, any shape) by that of the rank with that index on the axis."""
         _check_contiguous("broadcast", name, tensor)
         _check_source("broadcast", name, axis, source_index)
         event = Event(self._phase, "broadcast", name, tensor.numel(), tensor.dtype, source_index)
-        return self._issue(axis, event, lambda link: link.broadcast(tensor, source_index))
+        return self._issue(axis, event, lambda link, tag: link.broadcast(tensor, source_index, tag))
 
     def scatter(self, out: torch.Tensor, full_or_none: torch.Tensor | None, axis: Axis, source_index: int, name: str) -> Handle:
         """Fill `out` (1-D, n) with this rank's slice of the source's tensor (1-D, `axis.size * n`), which others leave None."""
@@ -161,7 +168,11 @@ class Comm:
         if full_or_none is not None:
             _check_split("scatter", name, axis, full_or_none, out)
         event = Event(self._phase, "scatter", name, axis.size * out.numel(), out.dtype, source_index)
-        return self._issue(axis, event, lambda link: link.scatter(out, full_or_none, source_index))
+        return self._issue(axis, event, lambda link, tag: link.scatter(out, full_or_none, source_index, tag))
+
+    def fence(self, axis: Axis, name: str) -> Handle:
+        """Done when every rank of the axis has come; it then sees what they wrote to shared storage before."""
+        return self._issue(axis, Event(self._phase, "fence", name), lambda link, tag: link.fence(tag))
 
     def all_gather_object(self, obj: Any, axis: Axis, name: str) -> list[Any]:
         """Every rank's object (anything pickle can carry), in axis order. Meant for small things: each rank reads all."""
@@ -175,21 +186,30 @@ class Comm:
 
     def barrier(self, axis: Axis, name: str) -> None:
         """Return once every rank of the axis has come here."""
-        line, event = self._line(axis), Event(self._phase, "barrier", name)
-        if axis.size > 1:
-            self._count(axis, event)
-        if line.lane is not None and self._guard is not None:
-            self._guard.before(line.lane, event, agree=True)
+        self._issue(axis, Event(self._phase, "barrier", name), lambda link, tag: link.fence(tag)).wait()
 
-    def allocate(self, chunk: int, axis: Axis, dtype: torch.dtype, device: torch.device | str, *, resident: bool) -> Storage:
-        """Storage of a buffer that is split over an axis, `chunk` elements per rank. Its content is undefined.
+    def allocate(
+        self,
+        chunk: int,
+        axis: Axis,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        resident: bool,
+        provisional: bool = False,
+    ) -> Storage:
+        """Storage of a buffer that is split over an axis, `chunk` elements per rank. Its content is undefined. Collective.
 
         Gathered bytes of storage that is not resident are held in the ledger's category "gathered". Resting bytes are
         not: only the owner knows what they are.
         """
-        spec = StorageSpec(chunk, axis, dtype, torch.device(device), resident)
+        spec = StorageSpec(chunk, axis, dtype, torch.device(device), resident, provisional)
         self._line(axis)
         return (self._local if axis.size == 1 else self._transport).allocate(spec, self)
+
+    def scratch(self, numel: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+        """A 1-D tensor of zeros, to be summed over ranks: the transport reads it with the least copying."""
+        return self._transport.scratch(numel, dtype, torch.device(device))
 
     def close(self) -> None:
         """Give back the process groups made here and leave the side channel. Closing again does nothing.
@@ -209,40 +229,63 @@ class Comm:
             raise UsageError(explain("this Comm is closed", do="do not use an engine after destroying it"))
         line = self._lines.get(axis)
         if line is None:
-            if axis.size == 1:
-                line = _Line(self._local.connect(axis), None)
-            else:
-                lane = self._guard.lane(axis) if self._guard is not None else None
-                line = _Line(self._transport.connect(axis), lane)
-            self._lines[axis] = line
+            line = self._lines[axis] = self._connect(axis)
         return line
+
+    def _connect(self, axis: Axis) -> _Line:
+        if axis.size == 1:
+            return _Line(self._local.connect(axis), None)
+        if self._guard is None:
+            return _Line(self._transport.connect(axis), None)
+        lane = self._guard.lane(axis)
+        if axis.ranks != self._data.ranks and not lane.follower.count:  # connecting may wait for the others, unguarded
+            self._guard.before(lane, Event("", "connect", axis.name), agree=True)
+        link = self._transport.connect(axis)
+        lane.checked = link.checks
+        return _Line(link, lane)
 
     def _event(self, kind: str, name: str, tensor: torch.Tensor) -> Event:
         return Event(self._phase, kind, name, tensor.numel(), tensor.dtype)
 
-    def _issue(self, axis: Axis, event: Event, operation: Callable[[Link], Flight]) -> Handle:
+    def _issue(self, axis: Axis, event: Event, operation: Callable[[Link, Tag], Flight]) -> Handle:
         """Start one collective."""
         line = self._line(axis)
-        if event.elements == 0:
+        if event.dtype is not None and not event.elements:
             return DONE
         guard, lane = self._guard, line.lane
         if lane is None or guard is None:
-            operation(line.link)
+            operation(line.link, NO_TAG)
             if axis.size > 1:
                 self._count(axis, event)
             return DONE
         # An operation that has a source may end there before the others have come, so they must agree first.
         sequence = guard.before(lane, event, agree=event.source >= 0)
         try:
-            flight = operation(line.link)
+            flight = operation(line.link, Tag(sequence, _digest(event)))
         except ConnectionError as error:
             guard.lost(lane, sequence, error)
+        except Mismatch as mismatch:
+            guard.diverged(lane, mismatch.sequence)
         self._count(axis, event)
         return _Started(flight, guard, lane, sequence)
 
     def _count(self, axis: Axis, event: Event) -> None:
         itemsize = event.dtype.itemsize if event.dtype is not None else 0
         self.ledger.count(event.kind, axis.name, event.elements * itemsize)
+
+
+@lru_cache(maxsize=4096)
+def _digest(event: Event) -> int:
+    return event.digest
+
+
+def _choose_transport(
+    data: Axis, group: dist.ProcessGroup | None, watchdog_s: float, share: bool | Literal["required"]
+) -> Transport:
+    base = TorchTransport(data, group)
+    if not share or base.device.type != "cpu":
+        return base
+    return SharedTransport(data, base, watchdog_s, required=share == "required")
 
 
 def _check_contiguous(kind: str, name: str, tensor: torch.Tensor) -> None:

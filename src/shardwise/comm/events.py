@@ -88,6 +88,13 @@ class Follower:
             self._forget()
         return True
 
+    def record(self, event: Event) -> None:
+        """Append `event`, whatever was expected: others check that all ranks have the same. Nothing is expected afterwards."""
+        self._history.append(event)
+        self._next = -1
+        if len(self._history) > 2 * self._limit:
+            self._forget()
+
     def append(self, event: Event) -> None:
         """Append an event that all ranks agreed on, and look for the place in the past that is like this one."""
         if self.follow(event):

@@ -21,7 +21,7 @@ from typing import NoReturn
 from shardwise.comm.channel import Channel, ChannelGone
 from shardwise.comm.events import Event, Follower
 from shardwise.comm.reports import Report, tell_apart
-from shardwise.comm.transport import Flight
+from shardwise.comm.transport import Flight, Mismatch
 from shardwise.errors import DivergenceError, PeerLostError, ShardwiseError, StallError, UsageError, explain
 from shardwise.mesh import Axis
 
@@ -43,6 +43,7 @@ class Lane:
         self.axis = axis
         self.key = "-".join(map(str, axis.ranks))
         self.follower = Follower()
+        self.checked = False  # whether the link itself notices that ranks ask for different operations
         self.asking: Event | None = None
         self.agreed = -1  # number of the last event that the ranks agreed on through the channel
         self.litter: list[str] = []
@@ -107,8 +108,8 @@ class Guard:
         Args:
             lane: the ranks that take part.
             event: what this rank asks for.
-            agree: wait for the other ranks even if the event is the expected one. For whatever can finish on one rank before
-                the others have come, and for whatever needs to know that they have.
+            agree: wait for the other ranks even if the event is the expected one, unless the link checks by itself. For
+                whatever can finish on one rank before the others have come.
 
         Raises:
             DivergenceError: the ranks ask for different events.
@@ -119,10 +120,13 @@ class Guard:
         if self.failure:
             self._refuse()
         sequence = lane.follower.count
-        if agree or not lane.follower.follow(event):
+        if lane.checked:
+            lane.follower.record(event)
+        elif agree or not lane.follower.follow(event):
             self._reach(lambda: self._agree(lane, event))
             self._reach(lambda: self._say(lane, sequence, "runs"))
-        elif time.monotonic() - self._looked > _LOOK_S:
+            return sequence
+        if time.monotonic() - self._looked > _LOOK_S:
             self._reach(lambda: self._look(lane, sequence, "runs"))
         return sequence
 
@@ -142,6 +146,8 @@ class Guard:
             self.lost(lane, sequence, error)
         except TimeoutError:
             self._stalled(lane, sequence, "the time limit of the process group")
+        except Mismatch as mismatch:
+            self.diverged(lane, mismatch.sequence)
 
     def exchange(self, lane: Lane, event: Event, payload: bytes) -> list[bytes]:
         """Every rank's payload, in axis order; errors as for `before`."""
@@ -212,7 +218,7 @@ class Guard:
                 self._stalled(lane, sequence, f"{self._watchdog_s:g} s")
             total = self._channel.add(key, 0)
         if total != size * amount:
-            self._diverged(lane, sequence)
+            self.diverged(lane, sequence)
         lane.asking = None
         lane.agreed = sequence
         lane.follower.append(event)
@@ -230,7 +236,7 @@ class Guard:
             mine = self._by_key.get(report.lane)
             label = mine.label_at(report.sequence) if mine else ""
             if mine and label and report.label and label != report.label:
-                self._diverged(mine, report.sequence)
+                self.diverged(mine, report.sequence)
         gone = self._channel.gone(report.rank for report in reports)
         doing = f"rank {self._rank} {'was last in' if state == 'runs' else 'waits for'} {lane.label_at(sequence)}"
         for report in reports:
@@ -255,8 +261,8 @@ class Guard:
         reached = other.follower.count if other else 0
         return str(self._rank) in report.lane.split("-") and reached <= report.sequence
 
-    def _diverged(self, lane: Lane, sequence: int) -> NoReturn:
-        """Raise, with what every rank of the lane asked for."""
+    def diverged(self, lane: Lane, sequence: int) -> NoReturn:
+        """Raise DivergenceError, with what every rank of the lane asked for."""
         self._say(lane, sequence, "answers")
         limit = time.monotonic() + _GRACE_S
         while True:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.transport import Crew, Flight, Link, ShardedStorage, Storage, StorageSpec
+from shardwise.comm.transport import Crew, Flight, Link, ShardedStorage, Storage, StorageSpec, Tag
 from shardwise.errors import UsageError, explain
 from shardwise.mesh import Axis
 
@@ -73,6 +73,10 @@ class TorchTransport:
         """Storage that is gathered by copying."""
         return ShardedStorage(spec, crew)
 
+    def scratch(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Ordinary memory."""
+        return torch.zeros(numel, dtype=dtype, device=device)
+
     def group(self, axis: Axis) -> dist.ProcessGroup | None:
         """The process group of an axis, made when it is asked for the first time."""
         if axis.ranks not in self._groups:
@@ -115,16 +119,18 @@ class TorchTransport:
 class _TorchLink:
     """One axis of a `TorchTransport`."""
 
+    checks = False
+
     def __init__(self, axis: Axis, transport: TorchTransport) -> None:
         self._axis = axis
         self._transport = transport
         self._known = False
         self._group: dist.ProcessGroup | None = None
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Flight:
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Flight:
         return self._start(_all_gather, _carried(out), _carried(shard))
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Flight:
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, tag: Tag) -> Flight:
         if full.device.type != "cpu":
             return self._start(_reduce_scatter, out, full)
         # gloo's own sums everything everywhere, keeps one slice, and cannot be waited for in pieces. Exchanging the slices and
@@ -132,18 +138,21 @@ class _TorchLink:
         received = torch.empty_like(full)
         return _SumFlight(self._start(_dist.all_to_all_single, received, full), received, out)
 
-    def all_reduce(self, tensor: torch.Tensor) -> Flight:
+    def all_reduce(self, tensor: torch.Tensor, tag: Tag) -> Flight:
         return self._start(_dist.all_reduce, tensor)
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> Flight:
+    def broadcast(self, tensor: torch.Tensor, source: int, tag: Tag) -> Flight:
         return self._start(_dist.broadcast, _carried(tensor), src=self._axis.ranks[source])
 
-    def scatter(self, out: torch.Tensor, full: torch.Tensor | None, source: int) -> Flight:
+    def scatter(self, out: torch.Tensor, full: torch.Tensor | None, source: int, tag: Tag) -> Flight:
         out = _carried(out)
         pieces = None if full is None else list(_carried(full).view(self._axis.size, -1).unbind())
         if self._axis.index != source:
             pieces = None
         return self._start(_dist.scatter, out, pieces, src=self._axis.ranks[source])
+
+    def fence(self, tag: Tag) -> Flight:
+        return self._start(_dist.all_reduce, torch.zeros(1, dtype=torch.int32, device=self._transport.device))
 
     def _start(self, collective: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Flight:
         try:

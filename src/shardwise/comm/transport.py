@@ -10,7 +10,7 @@ that keeps the shards of all ranks side by side in shared memory gathers by doin
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -25,13 +25,38 @@ __all__ = [
     "Flight",
     "Link",
     "LocalTransport",
+    "Mismatch",
+    "NO_TAG",
     "NullTransport",
     "ShardedStorage",
     "Storage",
     "StorageSpec",
+    "Tag",
     "Transport",
     "WholeStorage",
 ]
+
+
+class Tag(NamedTuple):
+    """What an operation is, equal on all ranks that ask for the same: its number on the axis, and a digest of its name."""
+
+    sequence: int
+    digest: int
+
+
+NO_TAG = Tag(0, 0)
+
+
+class Mismatch(Exception):  # noqa: N818 - an event, caught by the guard, not an error that a user meets
+    """A link has noticed that the ranks ask for different operations.
+
+    Args:
+        sequence: number of this rank's operation.
+    """
+
+    def __init__(self, sequence: int) -> None:
+        super().__init__(sequence)
+        self.sequence = sequence
 
 
 class Flight(Protocol):
@@ -43,6 +68,7 @@ class Flight(Protocol):
         Raises:
             ConnectionError: it can never end, because a peer is gone.
             TimeoutError: it can never end, because the transport's own time limit has passed.
+            Mismatch: it can never end, because the ranks ask for different operations; only from links that check.
         """
         ...
 
@@ -63,27 +89,36 @@ class Link(Protocol):
     An operation may be given memory that overlaps in the one way its method names.
     """
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Flight:
+    @property
+    def checks(self) -> bool:
+        """Whether the link itself notices that ranks ask for different operations. No operation then ends before all came."""
+        ...
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Flight:
         """`out` (1-D, size x n) becomes all ranks' shards (1-D, n) in axis order. `shard` may be its own slice of `out`."""
         ...
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Flight:
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, tag: Tag) -> Flight:
         """`out` (1-D, n) becomes this rank's slice of the sum of all ranks' `full` (1-D, size x n).
 
         `out` may be that slice of `full`. What the rest of `full` holds afterwards is not defined.
         """
         ...
 
-    def all_reduce(self, tensor: torch.Tensor) -> Flight:
+    def all_reduce(self, tensor: torch.Tensor, tag: Tag) -> Flight:
         """`tensor` becomes the sum of all ranks' tensors."""
         ...
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> Flight:
+    def broadcast(self, tensor: torch.Tensor, source: int, tag: Tag) -> Flight:
         """`tensor` becomes that of the rank with index `source` on the axis."""
         ...
 
-    def scatter(self, out: torch.Tensor, full: torch.Tensor | None, source: int) -> Flight:
+    def scatter(self, out: torch.Tensor, full: torch.Tensor | None, source: int, tag: Tag) -> Flight:
         """`out` (1-D, n) becomes this rank's slice of the source's `full` (1-D, size x n), which is None elsewhere."""
+        ...
+
+    def fence(self, tag: Tag) -> Flight:
+        """Over when all ranks have come, and sees what they wrote to shared memory before."""
         ...
 
 
@@ -97,10 +132,31 @@ class StorageSpec:
     device: torch.device
     resident: bool
     """The gathered form is never released: the resting shard is a slice of it."""
+    provisional: bool = False
+    """It will soon be given up for other storage."""
 
 
 class Storage(Protocol):
-    """The bytes of one buffer that is split over an axis."""
+    """The bytes of one buffer that is split over an axis.
+
+    Where `shared`, the shards of all ranks lie side by side in memory that all of them see, and gathering moves nothing. Then
+    two things must hold: nobody writes to its shard while others may read it, and nobody reads before all have written.
+    Writes outside of an optimizer step come between `open` and `close`, and the first `gather` after that waits for all ranks.
+    In a step, which has made sure by itself that nobody reads, one `Comm.fence` afterwards does for all storages on the axis.
+    """
+
+    @property
+    def shared(self) -> bool:
+        """Whether a write to `shard` is seen by the other ranks at once."""
+        ...
+
+    def open(self, name: str) -> None:
+        """Wait until all ranks are here, so that each may write to its shard. Does nothing unless `shared`."""
+        ...
+
+    def close(self) -> None:
+        """All ranks have stopped writing, each at its own time: the next gather waits for them. Nothing unless `shared`."""
+        ...
 
     @property
     def shard(self) -> torch.Tensor:
@@ -148,6 +204,14 @@ class Crew(Protocol):
         """The guarded, counted operation."""
         ...
 
+    def all_reduce(self, tensor: torch.Tensor, axis: Axis, name: str) -> Handle:
+        """The guarded, counted operation."""
+        ...
+
+    def fence(self, axis: Axis, name: str) -> Handle:
+        """The guarded, counted operation."""
+        ...
+
 
 class Transport(Protocol):
     """One way to move bytes."""
@@ -170,6 +234,10 @@ class Transport(Protocol):
         """Storage whose bytes lie where this transport wants them. The content is not defined."""
         ...
 
+    def scratch(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A 1-D tensor of zeros for sums over ranks, where this transport reads it with the least copying."""
+        ...
+
     def abandon(self) -> None:
         """Operations in flight will never end. From now on nothing may block on them."""
         ...
@@ -182,10 +250,18 @@ class Transport(Protocol):
 class WholeStorage:
     """Storage on an axis of one rank: the shard is everything."""
 
+    shared = False
+
     def __init__(self, spec: StorageSpec) -> None:
         self.full = self.shard = torch.empty(spec.chunk, dtype=spec.dtype, device=spec.device)
         self.is_live = True
         self.nbytes_full = self.nbytes_resting = spec.chunk * spec.dtype.itemsize
+
+    def open(self, name: str) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to do."""
 
     def gather(self, name: str) -> Handle:
         """Nothing to do."""
@@ -202,6 +278,8 @@ class ShardedStorage:
     they must neither keep released memory alive nor miss what is gathered next.
     """
 
+    shared = False
+
     def __init__(self, spec: StorageSpec, crew: Crew) -> None:
         self._axis = spec.axis
         self._resident = spec.resident
@@ -216,6 +294,12 @@ class ShardedStorage:
         else:
             self.full.untyped_storage().resize_(0)
             self.shard = torch.empty(spec.chunk, dtype=spec.dtype, device=spec.device)
+
+    def open(self, name: str) -> None:
+        """Nothing to do: nobody else sees the shard."""
+
+    def close(self) -> None:
+        """Nothing to do."""
 
     def gather(self, name: str) -> Handle:
         """Start filling `full`; `name` is what messages call it."""
@@ -243,20 +327,25 @@ class ShardedStorage:
 class _LocalLink:
     """An axis of one rank."""
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Flight:
+    checks = False
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Flight:
         return _copy(out, shard)
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Flight:
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, tag: Tag) -> Flight:
         return _copy(out, full)
 
-    def all_reduce(self, tensor: torch.Tensor) -> Flight:
+    def all_reduce(self, tensor: torch.Tensor, tag: Tag) -> Flight:
         return FINISHED
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> Flight:
+    def broadcast(self, tensor: torch.Tensor, source: int, tag: Tag) -> Flight:
         return FINISHED
 
-    def scatter(self, out: torch.Tensor, full: torch.Tensor | None, source: int) -> Flight:
+    def scatter(self, out: torch.Tensor, full: torch.Tensor | None, source: int, tag: Tag) -> Flight:
         return FINISHED if full is None else _copy(out, full)
+
+    def fence(self, tag: Tag) -> Flight:
+        return FINISHED
 
 
 class LocalTransport:
@@ -273,6 +362,10 @@ class LocalTransport:
         """One tensor that is both shard and full."""
         return WholeStorage(spec)
 
+    def scratch(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Ordinary memory."""
+        return torch.zeros(numel, dtype=dtype, device=device)
+
     def abandon(self) -> None:
         """Nothing is ever in flight."""
 
@@ -283,29 +376,34 @@ class LocalTransport:
 class _NullLink:
     """As if every rank of the axis held what this one holds."""
 
+    checks = False
+
     def __init__(self, axis: Axis) -> None:
         self._size = axis.size
         self._index = axis.index
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Flight:
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Flight:
         out.view(self._size, -1).copy_(shard.clone())  # a clone, as the shard may be a slice of `out`
         return FINISHED
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Flight:
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, tag: Tag) -> Flight:
         _copy(out, full.narrow(0, self._index * out.numel(), out.numel()))
         out.mul_(self._size)
         return FINISHED
 
-    def all_reduce(self, tensor: torch.Tensor) -> Flight:
+    def all_reduce(self, tensor: torch.Tensor, tag: Tag) -> Flight:
         tensor.mul_(self._size)
         return FINISHED
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> Flight:
+    def broadcast(self, tensor: torch.Tensor, source: int, tag: Tag) -> Flight:
         return FINISHED
 
-    def scatter(self, out: torch.Tensor, full: torch.Tensor | None, source: int) -> Flight:
+    def scatter(self, out: torch.Tensor, full: torch.Tensor | None, source: int, tag: Tag) -> Flight:
         if full is not None:
             _copy(out, full.narrow(0, self._index * out.numel(), out.numel()))
+        return FINISHED
+
+    def fence(self, tag: Tag) -> Flight:
         return FINISHED
 
 
@@ -326,6 +424,10 @@ class NullTransport:
     def allocate(self, spec: StorageSpec, crew: Crew) -> Storage:
         """Storage as a transport that copies has it."""
         return ShardedStorage(spec, crew)
+
+    def scratch(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Ordinary memory."""
+        return torch.zeros(numel, dtype=dtype, device=device)
 
     def abandon(self) -> None:
         """Nothing is ever in flight."""

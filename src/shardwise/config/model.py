@@ -92,8 +92,10 @@ class Keys(Section):
     )
     dataloader_drop_last: bool = key(False, "Drop the last, smaller batch of the data loader.")
     watchdog_s: Number = key(300.0, "Shardwise only: seconds a collective may take before the job is stopped.", gt=0)
-    transport: Annotated[Literal["auto", "gloo", "shm"], Lower] = later(
-        "auto", "Shardwise only: how ranks of one host exchange bytes.", off=("gloo",)
+    transport: Annotated[Literal["auto", "gloo", "shm"], Lower] = key(
+        "auto",
+        "Shardwise only: how ranks of one host exchange tensors in host memory: through shared memory if they can (auto), "
+        "never (gloo: only through the process group), or else it is an error (shm).",
     )
     wall_clock_breakdown: bool = later(False, "Print how long each phase of a step takes.")
     memory_breakdown: bool = later(False, "Print the memory at each phase of a step.")

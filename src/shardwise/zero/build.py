@@ -146,7 +146,9 @@ def _allocate(key: BufferKey, named: Sequence[Named], site: Site, first_index: i
     layout = Layout(packed.slots, packed.total // key.shard.size, key.shard.size)
     alone = key.shard.size == 1  # nothing to release
     resident = alone or key.small or site.policy.stage.release is not Release.USE
-    storage = site.comm.allocate(layout.chunk, key.shard, key.dtype, site.device, resident=resident)
+    storage = site.comm.allocate(
+        layout.chunk, key.shard, key.dtype, site.device, resident=resident, provisional=site.provisional
+    )
     site.comm.ledger.hold("parameters", storage.nbytes_resting)
     numbered = enumerate(zip(named, layout.slots, strict=True), start=first_index)
     members = [

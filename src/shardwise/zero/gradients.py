@@ -37,6 +37,7 @@ class GradientPool:
     """
 
     def __init__(self, comm: Comm) -> None:
+        self._comm = comm
         self._ledger = comm.ledger
         self._free: defaultdict[object, list[FullGradient]] = defaultdict(list)
 
@@ -45,7 +46,7 @@ class GradientPool:
         free = self._free[self._kind(buffer, dtype)]
         if free:
             return free.pop()
-        flat = torch.zeros(buffer.layout.total, dtype=dtype, device=buffer.shard.device)
+        flat = self._comm.scratch(buffer.layout.total, dtype, buffer.shard.device)
         self._ledger.hold("full gradients", flat.nbytes)
         parts = ((flat[slot.offset : slot.stop], slot) for slot in buffer.layout.slots)
         return FullGradient(flat, tuple(part if slot.request.width == 2 else part.view(slot.shape) for part, slot in parts))

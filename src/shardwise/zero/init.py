@@ -111,7 +111,7 @@ class _Sharder:
         mesh = DataMesh.grid(rank, world, world)
         device = choose_device(get_local_rank(), world_size=world)
         policy = Policy(STAGES[3], persist_below=-1)
-        self._site = Site(Comm(mesh.data), mesh, policy, device, groups={}, provisional=True)
+        self._site = Site(Comm(mesh.data, share=device.type == "cpu"), mesh, policy, device, groups={}, provisional=True)
         self._tops: dict[int, nn.Module] = {}  # modules that own parameters; what is not sharded at the end is a top's
         self._lent: list[Unit] = []
         self._depth = 0

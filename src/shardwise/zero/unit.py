@@ -167,13 +167,24 @@ class Unit:
                 self.addresses[buffer.address] = self
             self._to(State.LIVE)
 
+    def open(self, name: str) -> None:
+        """Before shards are written outside of an optimizer step: wait until no rank reads them any more."""
+        for buffer in self.moving:
+            buffer.storage.open(f"{name} {self.name}")
+
+    def shut(self) -> None:
+        """After such writes: the next gather waits for all ranks."""
+        for buffer in self.moving:
+            buffer.storage.close()
+
     def lend(self) -> None:
-        """Bring the weights here, each in memory of its own."""
+        """Bring the weights here, each in memory of its own. What is done to them may end up in the shards."""
         if self.state is State.LENT or not self.moving:
             return
         self.gather()
         for buffer in self.moving:
             buffer.lend()
+        self.open("lend")
         self._empty()
         self._to(State.LENT)
 
@@ -192,6 +203,8 @@ class Unit:
                 self.gather()
             except UsageError:  # communication ended before; the error that says why must not be hidden by this one
                 return
+        if self.state is State.LENT:
+            self.shut()
         for buffer in self.moving:
             buffer.unbind()
         self._empty()
@@ -251,6 +264,10 @@ class Unit:
 
     def close(self) -> None:
         """Forget the parameters: their homes are no longer here, and what they have in memory is the module's own."""
+        if self.state is State.LIVE:  # what other ranks can write to is no place for a plain module's weights
+            for buffer in self.moving:
+                if buffer.storage.shared:
+                    buffer.lend()
         self.closed, self.moving = True, ()
         for buffer in self.buffers:
             for _, _, parameter in buffer.present():
@@ -262,7 +279,7 @@ class Unit:
     def _disown(self, buffer: Buffer) -> None:
         ledger = self.comm.ledger
         ledger.drop("parameters", buffer.storage.nbytes_resting)
-        if buffer.storage.is_live and not buffer.resident:
+        if buffer.storage.is_live and not buffer.resident and not buffer.storage.shared:
             ledger.drop("gathered", buffer.storage.nbytes_full)
         if buffer.master is not None and buffer.master is not buffer.shard:
             ledger.drop("master weights", buffer.master.nbytes)
