@@ -160,7 +160,7 @@ def test_only_the_ranks_of_an_axis_must_agree() -> None:
     comm.all_reduce(torch.ones(2), data, "all").wait()
     if rank < 2:
         with soon(DivergenceError, r"of axis 'pair' .*rank 0: asks for 'x 0' .*; rank 1: asks for 'x 1'"):
-            comm.all_reduce(torch.ones(1), pair, f"x {rank}")
+            comm.all_reduce(torch.ones(1), pair, f"x {rank}").wait()
     else:
         with soon(DivergenceError, r"rank . has stopped: found the ranks of axis 'pair'"):
             comm.all_reduce(torch.ones(2), data, "all").wait()

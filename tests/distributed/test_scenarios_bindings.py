@@ -119,6 +119,7 @@ def test_units_are_released_during_backward_beside_resident_parameters() -> None
     config = {
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 6, "stage3_prefetch_bucket_size": 0},
+        "transport": "gloo",
     }
     with shardwise.initialize(model=_blocks(), config=config)[0] as engine:
         for _ in range(2):

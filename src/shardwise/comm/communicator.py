@@ -10,7 +10,6 @@ import pickle
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -174,6 +173,13 @@ class Comm:
         """Done when every rank of the axis has come; it then sees what they wrote to shared storage before."""
         return self._issue(axis, Event(self._phase, "fence", name), lambda link, tag: link.fence(tag))
 
+    def note(self, axis: Axis, name: str, elements: int, dtype: torch.dtype) -> None:
+        """Account for an all-gather that moves nothing, as the bytes are here: all ranks still have to ask for it alike."""
+        line, event = self._line(axis), Event(self._phase, "all_gather", name, elements, dtype)
+        if line.lane is not None and self._guard is not None:
+            self._guard.note(line.lane, event)
+        self._count(axis, event)
+
     def all_gather_object(self, obj: Any, axis: Axis, name: str) -> list[Any]:
         """Every rank's object (anything pickle can carry), in axis order. Meant for small things: each rank reads all."""
         line, event = self._line(axis), Event(self._phase, "all_gather_object", name)
@@ -261,7 +267,7 @@ class Comm:
         # An operation that has a source may end there before the others have come, so they must agree first.
         sequence = guard.before(lane, event, agree=event.source >= 0)
         try:
-            flight = operation(line.link, Tag(sequence, _digest(event)))
+            flight = operation(line.link, Tag(sequence, lane.digest))
         except ConnectionError as error:
             guard.lost(lane, sequence, error)
         except Mismatch as mismatch:
@@ -272,11 +278,6 @@ class Comm:
     def _count(self, axis: Axis, event: Event) -> None:
         itemsize = event.dtype.itemsize if event.dtype is not None else 0
         self.ledger.count(event.kind, axis.name, event.elements * itemsize)
-
-
-@lru_cache(maxsize=4096)
-def _digest(event: Event) -> int:
-    return event.digest
 
 
 def _choose_transport(

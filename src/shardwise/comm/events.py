@@ -6,12 +6,13 @@ history. Refuses to know stores, processes and clocks.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 from zlib import crc32
 
 import torch
 
-__all__ = ["Event", "Follower"]
+__all__ = ["Event", "Follower", "digest_of"]
 
 _CONTEXT = 64  # how far back two places of a history are compared
 _PLACES = 32  # how many earlier places are compared
@@ -44,6 +45,12 @@ class Event(NamedTuple):
         return crc32(self.label.encode())
 
 
+@lru_cache(maxsize=4096)
+def digest_of(event: Event) -> int:
+    """Its digest; remembered, as a training loop asks for the same events over and over."""
+    return event.digest
+
+
 class Follower:
     """Guesses the next event of a history: whatever came next the last time the history looked like this.
 
@@ -55,11 +62,12 @@ class Follower:
         limit: events remembered at least; a loop with a longer period is guessed wrong now and then, never wrongly trusted.
     """
 
-    __slots__ = ("_dropped", "_history", "_limit", "_next")
+    __slots__ = ("_dropped", "_history", "_known", "_limit", "_next")
 
     def __init__(self, limit: int = 16384) -> None:
         self._limit = limit
         self._history: list[Event] = []
+        self._known: dict[Event, Event] = {}  # the objects in the history: one that comes again costs no memory
         self._dropped = 0
         self._next = -1
 
@@ -90,10 +98,11 @@ class Follower:
 
     def record(self, event: Event) -> None:
         """Append `event`, whatever was expected: others check that all ranks have the same. Nothing is expected afterwards."""
-        self._history.append(event)
+        self._history.append(self._known.setdefault(event, event))
         self._next = -1
         if len(self._history) > 2 * self._limit:
             self._forget()
+            self._known.clear()
 
     def append(self, event: Event) -> None:
         """Append an event that all ranks agreed on, and look for the place in the past that is like this one."""

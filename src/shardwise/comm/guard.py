@@ -10,17 +10,22 @@ them want the same, the event enters the history and everyone goes on. As ranks 
 can pass unasked, so a rank that deviates always knows it, and asks before it starts anything. The ranks that did not deviate
 have gone on and now wait inside that collective; they look up once a second, find somebody asking about a number that they
 passed with another event, and answer. Then every rank raises, with what each of them asked for.
+
+Where the link itself compares (`Link.checks`), there is nothing to guess and to ask: every operation carries a digest of the
+whole history, and a rank that finds another digest raises the alarm. Such a history may hold events that need no message.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NoReturn
+from zlib import crc32
 
 from shardwise.comm.channel import Channel, ChannelGone
-from shardwise.comm.events import Event, Follower
-from shardwise.comm.reports import Report, tell_apart
+from shardwise.comm.events import Event, Follower, digest_of
+from shardwise.comm.reports import Report, first_difference, tell_apart
 from shardwise.comm.transport import Flight, Mismatch
 from shardwise.errors import DivergenceError, PeerLostError, ShardwiseError, StallError, UsageError, explain
 from shardwise.mesh import Axis
@@ -30,6 +35,7 @@ __all__ = ["Guard", "Lane"]
 _ERRORS: dict[str, type[ShardwiseError]] = {"diverged": DivergenceError, "stalled": StallError, "lost": PeerLostError}
 _GRACE_S = 3.0  # to hear the other ranks out before an error is raised, and to let them hear this one
 _DEATH_S = 1.0  # between the end of a process's connections and the end of the process
+_TRAIL = 256  # events that are compared to find the first that differs
 _LOOK_S = 2.0  # between looks at the other ranks while this one is not waiting
 _COUNT = 1 << 48  # a counter holds the number of ranks above this bit and the sum of their digests below: 32767 ranks
 _SAME_ORDER = "run the same modules in the same order on every rank, or declare those that may differ as leaf modules"
@@ -43,7 +49,9 @@ class Lane:
         self.axis = axis
         self.key = "-".join(map(str, axis.ranks))
         self.follower = Follower()
-        self.checked = False  # whether the link itself notices that ranks ask for different operations
+        self.checked = False  # whether the link itself notices that the histories of the ranks differ
+        self.digest = 0  # of the whole history
+        self.verified = -1  # number of the last event up to which all ranks have the same history
         self.asking: Event | None = None
         self.agreed = -1  # number of the last event that the ranks agreed on through the channel
         self.litter: list[str] = []
@@ -53,6 +61,16 @@ class Lane:
         asks_now = self.asking is not None and sequence == self.follower.count
         event = self.asking if asks_now else self.follower.at(sequence)
         return event.label if event else ""
+
+    def record(self, event: Event) -> None:
+        """Append an event without asking anybody."""
+        self.follower.record(event)
+        self.digest = crc32(digest_of(event).to_bytes(4, "big"), self.digest)
+
+    def trail(self) -> list[str]:
+        """What this rank has asked for since all ranks were last known to have asked for the same."""
+        first = max(self.verified + 1, self.follower.count - _TRAIL)
+        return [self.label_at(sequence) for sequence in range(first, self.follower.count)]
 
 
 class Guard:
@@ -121,7 +139,7 @@ class Guard:
             self._refuse()
         sequence = lane.follower.count
         if lane.checked:
-            lane.follower.record(event)
+            lane.record(event)
         elif agree or not lane.follower.follow(event):
             self._reach(lambda: self._agree(lane, event))
             self._reach(lambda: self._say(lane, sequence, "runs"))
@@ -129,6 +147,17 @@ class Guard:
         if time.monotonic() - self._looked > _LOOK_S:
             self._reach(lambda: self._look(lane, sequence, "runs"))
         return sequence
+
+    def note(self, lane: Lane, event: Event) -> None:
+        """Something all ranks do alike that needs no message: the next operation finds out whether they did.
+
+        Raises:
+            UsageError: this guard has raised before, or is closed.
+        """
+        if self.failure:
+            self._refuse()
+        if lane.checked:
+            lane.record(event)
 
     def watch(self, flight: Flight, lane: Lane, sequence: int) -> None:
         """Return once a flight has landed; errors as for `before`."""
@@ -148,6 +177,7 @@ class Guard:
             self._stalled(lane, sequence, "the time limit of the process group")
         except Mismatch as mismatch:
             self.diverged(lane, mismatch.sequence)
+        lane.verified = max(lane.verified, sequence)
 
     def exchange(self, lane: Lane, event: Event, payload: bytes) -> list[bytes]:
         """Every rank's payload, in axis order; errors as for `before`."""
@@ -263,23 +293,30 @@ class Guard:
 
     def diverged(self, lane: Lane, sequence: int) -> NoReturn:
         """Raise DivergenceError, with what every rank of the lane asked for."""
-        self._say(lane, sequence, "answers")
+        answer = self._answer(lane, sequence)
+        self._tell(answer)
         limit = time.monotonic() + _GRACE_S
         while True:
             others = self._hear(lane.axis)
-            heard = all((each.lane, each.sequence) == (lane.key, sequence) or each.state == "closed" for each in others)
-            if heard or time.monotonic() > limit:
+            if all(each.answers(lane.key, sequence) or each.state == "closed" for each in others) or time.monotonic() > limit:
                 break
             time.sleep(0.01)
-        own = Report(self._rank, "asks", label=lane.label_at(sequence))
+        reports = sorted([answer, *others], key=lambda each: each.rank)
+        if lane.checked:
+            sequence, reports = first_difference(reports, sequence)
         self._fail(
             "diverged",
             f"the ranks of axis {lane.axis.name!r} ask for different collectives (number {sequence} on this axis)",
             expected="the same one on every rank",
-            found=tell_apart(sorted([own, *others], key=lambda each: each.rank), time.time()),
+            found=tell_apart(reports, time.time()),
             do=_SAME_ORDER,
-            about=(lane, sequence),
+            about=answer,
         )
+
+    def _answer(self, lane: Lane, sequence: int) -> Report:
+        trail = lane.trail() if lane.checked else []
+        begins = lane.follower.count - len(trail)
+        return Report(self._rank, "answers", 0.0, lane.key, sequence, lane.label_at(sequence), trail=trail, begins=begins)
 
     def _stalled(self, lane: Lane, sequence: int, limit: str) -> NoReturn:
         others: list[Report] = []
@@ -302,14 +339,12 @@ class Guard:
         expected: str = "",
         found: str = "",
         do: str = "",
-        about: tuple[Lane, int] | None = None,
+        about: Report | None = None,
     ) -> NoReturn:
         """Remember, tell the others, raise."""
         self.failure = explain(problem, expected=expected, found=found.rstrip("."), do=do)
         self._on_failure()
-        report = Report(self._rank, "failed", failure=kind, text=self.failure)
-        if about is not None:
-            report.lane, report.sequence, report.label = about[0].key, about[1], about[0].label_at(about[1])
+        report = replace(about or Report(self._rank), state="failed", failure=kind, text=self.failure)
         try:
             self._tell(report)
             self._linger(lambda report: report.state in ("failed", "closed"))

@@ -5,7 +5,8 @@ Owns exact counters and their peaks. Refuses to know what the bytes mean: catego
 The convention: a collective counts the bytes of its *full* tensor (elements x element size), whatever a transport does to
 deliver them. An all-gather or reduce-scatter on N ranks of chunks of n elements counts N x n elements, an all-reduce or a
 broadcast of m elements counts m. So a stage's traffic can be compared with its formula on any transport. Operations on an axis
-of one rank, and on tensors without elements, count nothing. Objects and barriers count calls and no bytes.
+of one rank, and on tensors without elements, count nothing. Objects, barriers and fences count calls and no bytes. Residency is
+what is there: where ranks share the memory of gathered weights, gathering holds nothing more.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
-__all__ = ["Report", "tell_apart"]
+__all__ = ["Report", "first_difference", "tell_apart"]
 
 _DID = {"runs": "was last seen after", "waits": "waits for", "asks": "asks for", "answers": "asks for", "failed": "asks for"}
 _SHOWN = 8  # lines of an error that name ranks
@@ -34,6 +34,9 @@ class Report:
     """The kind of error it stopped with."""
     text: str = ""
     """The message of that error."""
+    trail: list[str] = field(default_factory=list[str])
+    """What it asked for from number `begins` of `lane` on, where histories are to be compared."""
+    begins: int = 0
 
     @classmethod
     def parse(cls, rank: int, message: str) -> Report:
@@ -50,6 +53,10 @@ class Report:
         """Whether the rank had started number `sequence` of `lane` when it last said something."""
         return self.reached.get(lane, 0) > sequence
 
+    def answers(self, lane: str, sequence: int) -> bool:
+        """Whether it says what it asked for there, or brings the part of its history in which that is."""
+        return self.lane == lane and (bool(self.trail) or self.sequence == sequence)
+
     def words(self, now: float) -> str:
         """What the rank did, for people: the part of a sentence that follows "rank 3"."""
         if self.state == "silent":
@@ -58,6 +65,29 @@ class Report:
             return f"has {self.state}" if self.state in ("failed", "closed") else "has started nothing yet"
         ago = f", {now - self.moment:.0f} s ago" if self.state == "runs" else ""
         return f"{_DID.get(self.state, 'has closed after')} {self.label}{ago}"
+
+
+def first_difference(reports: Iterable[Report], sequence: int) -> tuple[int, list[Report]]:
+    """The number at which the histories that the reports bring differ first, and the reports as of there.
+
+    Args:
+        reports: of the ranks of one lane; those without a history stay as they are.
+        sequence: the result where no difference is to be seen.
+
+    >>> reports = [Report(0, trail=["'a'", "'b'"], begins=4), Report(1, trail=["'c'"], begins=5)]
+    >>> [each.label for each in first_difference(reports, 9)[1]]
+    ["'b'", "'c'"]
+    """
+    everyone = list(reports)
+    known = [each for each in everyone if each.trail]
+    first = max((each.begins for each in known), default=0)
+    last = max((each.begins + len(each.trail) for each in known), default=0)
+    for number in range(first, last):
+        labels = [each.trail[number - each.begins] if number - each.begins < len(each.trail) else "" for each in known]
+        if len(set(labels)) > 1:
+            there = {each.rank: replace(each, label=label, state="asks") for each, label in zip(known, labels, strict=True)}
+            return number, [there.get(each.rank, each) for each in everyone]
+    return sequence, everyone
 
 
 def tell_apart(reports: Iterable[Report], now: float) -> str:

@@ -53,6 +53,7 @@ class SharedStorage:
     def gather(self, name: str) -> Handle:
         """Nothing to move; the first time after writes, see that all ranks have written."""
         self.is_live = True
+        self._crew.note(self._axis, name, self.full.numel(), self.full.dtype)
         if not self._written:
             return DONE
         self._written = False

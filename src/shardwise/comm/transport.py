@@ -212,6 +212,10 @@ class Crew(Protocol):
         """The guarded, counted operation."""
         ...
 
+    def note(self, axis: Axis, name: str, elements: int, dtype: torch.dtype) -> None:
+        """Account for an all-gather that moves nothing."""
+        ...
+
 
 class Transport(Protocol):
     """One way to move bytes."""

@@ -157,8 +157,8 @@ class _Block:
             ]
             for watched in self._watched:
                 watched.look()
-            for unit in stay:
-                if unit.state is State.LIVE:
+            for unit in self._units:
+                if unit in stay and unit.state is State.LIVE:
                     unit.open("begin to edit")
             self._exit = self._exit.pop_all()
         for unit in self._units:
@@ -175,11 +175,11 @@ class _Block:
         # Where an engine was destroyed inside the block, its weights are in the model as they are.
         self._units = [unit for unit in self._units if not unit.closed]
         self._watched = [watched for watched in self._watched if not watched.unit.closed]
-        staying = {watched.unit for watched in self._watched if watched.stays and watched.unit.state is State.LIVE}
+        stayed = {watched.unit for watched in self._watched if watched.stays}
+        staying = [unit for unit in self._units if unit in stayed and unit.state is State.LIVE]
         with self._exit:
-            for unit in self._units:
-                if unit in staying:
-                    unit.open("end to edit")
+            for unit in staying:
+                unit.open("end to edit")
             problems = [problem for watched in self._watched if (problem := _bring_back(watched)) is not None]
             if edits and self._modifier is not None and self._units:
                 unit = self._units[0]  # only one rank edits, and yet all must raise

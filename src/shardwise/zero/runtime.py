@@ -522,7 +522,7 @@ class Runtime:
         changed = [unit for unit in self.units if any(b.trainable for b in unit.buffers)] if units is None else list(units)
         for unit in changed:
             self._by_unit[unit].forget_graphs()
-        for axis in {b.key.shard for unit in changed for b in unit.moving if b.storage.shared}:
+        for axis in dict.fromkeys(b.key.shard for unit in changed for b in unit.moving if b.storage.shared):
             self._comm.fence(axis, "weights are written").wait()
         resident = [(unit, b) for unit in changed for b in unit.buffers if b.resident and (b.trainable or units is not None)]
         handles = [buffer.storage.gather(f"refresh {unit.name}") for unit, buffer in resident]
