@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.errors import OptimizerError, explain
-from shardwise.optim.section import read_section, reject_unknown, same_name
+from shardwise.optim.section import nearest_name, read_section, reject_unknown, same_name
 from shardwise.schedules import OneCycle, RangeTest, Warmup, WarmupCosine, WarmupDecay, group_weights
 
 __all__ = ["GroupSchedule", "adopt_scheduler", "build_scheduler"]
@@ -86,7 +86,11 @@ def build_scheduler(section: Any, optimizer: Optimizer) -> GroupSchedule:
     name = same_name(kind, _BUILDERS)
     if name is None:
         raise OptimizerError(
-            explain(f"scheduler type {kind!r} is not known", expected=", ".join(_BUILDERS), do="or give a scheduler object")
+            explain(
+                f"scheduler type {kind!r} is not known",
+                expected=f"one of {', '.join(_BUILDERS)}",
+                do=f"{nearest_name(kind, _BUILDERS)}Any other schedule can be passed to initialize() as an object",
+            )
         )
     build, known = _BUILDERS[name]
     reject_unknown(name, params, known)
