@@ -84,7 +84,7 @@ def main(argv: list[str]) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A line is written when it is complete: none is lost when the rank dies, none is torn by another rank's.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
-    # Put in place before the program runs: torch.distributed wraps the hook that it finds, and would print what Python's prints.
+    # Before the program runs: torch.distributed wraps the hook that it finds, and would print what Python's own prints.
     sys.excepthook = link.hook
     kind, target, arguments = argv[1], argv[2], argv[3:]
     try:

@@ -191,8 +191,11 @@ class Comm:
         self._line(axis)
         return (self._local if axis.size == 1 else self._transport).allocate(spec, self)
 
-    def close(self) -> None:
+    def close(self, note: str = "") -> None:
         """Give back the process groups made here and leave the side channel. Closing again does nothing.
+
+        Args:
+            note: when this rank was done ("after 12 steps"), for the errors of ranks that go on.
 
         The first rank of the data axis stays up to 3 s for the others to close as well.
         """
@@ -201,7 +204,7 @@ class Comm:
             self._lines.clear()
             if self._guard is not None:
                 self._leaving.detach()
-                self._guard.close()
+                self._guard.close(note)
             self._transport.close()
 
     def _line(self, axis: Axis) -> _Line:
