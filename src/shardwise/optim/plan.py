@@ -130,6 +130,16 @@ def plan_groups(
     if optimizer is not None and config_optimizer is not None:
         _log.info("the optimizer given in code is used; the configuration's 'optimizer' section is not")
     names = {id(param): name for name, param in reversed(named)}
+    given: Any = optimizer  # whatever the annotation says
+    if not (given is None or callable(given) or isinstance(given, Optimizer)):
+        raise OptimizerError(
+            explain(
+                "the optimizer cannot be used",
+                expected="a torch.optim.Optimizer, its class, or a function that makes one from the parameters",
+                found=type(given).__name__,
+                do="name an optimizer in the configuration, or pass optimizer=torch.optim.AdamW, for example",
+            )
+        )
     if isinstance(optimizer, Optimizer):
         return _adopt(optimizer, names)
     groups = _as_groups(model_parameters, named)
@@ -139,14 +149,6 @@ def plan_groups(
         return _from_config(config_optimizer, groups, names)
     if isinstance(optimizer, type):
         return _from_class(optimizer, groups, {}, names)
-    if not callable(optimizer):
-        raise OptimizerError(
-            explain(
-                "the optimizer cannot be used",
-                expected="a torch.optim.Optimizer, its class, or a function that makes one from the parameters",
-                found=type(optimizer).__name__,
-            )
-        )
     return _adopt(_made(optimizer(groups)), names)
 
 

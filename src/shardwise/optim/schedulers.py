@@ -15,7 +15,7 @@ from shardwise.errors import OptimizerError, explain
 from shardwise.optim.section import nearest_name, read_section, reject_unknown, same_name
 from shardwise.schedules import OneCycle, RangeTest, Warmup, WarmupCosine, WarmupDecay, group_weights
 
-__all__ = ["GroupSchedule", "adopt_scheduler", "build_scheduler"]
+__all__ = ["GroupSchedule", "adopt_scheduler", "build_scheduler", "check_scheduler"]
 
 Curve = Callable[[int], float]
 """A value for the next step, given the number of steps taken."""
@@ -106,14 +106,7 @@ def adopt_scheduler(scheduler: Any, optimizer: Optimizer) -> Any:
     made = scheduler
     if isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step")):
         made = scheduler(optimizer)
-    if not callable(getattr(made, "step", None)):
-        raise OptimizerError(
-            explain(
-                "the learning-rate scheduler cannot be used",
-                expected="an object with step(), or a function of the optimizer that makes one",
-                found=type(made).__name__,
-            )
-        )
+    check_scheduler(made, made=True)
     driven = getattr(made, "optimizer", None)
     groups: Any = getattr(driven, "param_groups", None)
     if groups is not None and not _same_groups(groups, optimizer.param_groups):
@@ -124,6 +117,28 @@ def adopt_scheduler(scheduler: Any, optimizer: Optimizer) -> Any:
             )
         )
     return made
+
+
+def check_scheduler(given: Any, *, made: bool = False) -> None:
+    """Refuse what is no schedule.
+
+    Args:
+        given: what the user gave; None is none at all.
+        made: it is what a function of the user's made.
+
+    Raises:
+        OptimizerError: it has no `step`, and is no function that could make something that has.
+    """
+    if callable(getattr(given, "step", None)) or (not made and (given is None or callable(given))):
+        return
+    raise OptimizerError(
+        explain(
+            "the learning-rate scheduler cannot be used",
+            expected="an object with step(), or a function of the optimizer that makes one",
+            found=type(given).__name__,
+            do="pass lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10), for example",
+        )
+    )
 
 
 def _same_groups(left: list[Any], right: list[Any]) -> bool:
