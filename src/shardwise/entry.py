@@ -22,7 +22,7 @@ from shardwise.arguments import check_arguments
 from shardwise.comm import Comm, get_local_rank, get_rank, get_world_size, init_distributed, is_initialized
 from shardwise.config import Config, load_config
 from shardwise.data import build_loader
-from shardwise.device import choose_device, use_device
+from shardwise.device import check_unshared, choose_device, use_device
 from shardwise.engine import Engine, Parts
 from shardwise.errors import ConfigError, DivergenceError, ParameterError, ShardwiseError, UsageError, explain
 from shardwise.mesh import DataMesh
@@ -108,6 +108,7 @@ def initialize(
     built: list[Any] = []
     engine: Engine | None = None
     try:
+        check_unshared(device, mesh.data.ranks, lambda own: comm.all_gather_object(own, mesh.data, "compare devices"))
         plan = plan_groups(optimizer, model_parameters, model.named_parameters(), settings.optimizer)
         _check_agreement(comm, mesh, model, settings, plan)
         groups = _groups_of(plan)
