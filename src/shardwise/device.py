@@ -7,6 +7,7 @@ Refuses to know what the memory is used for. Importing it touches no device.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ __all__ = [
     "MemoryReading",
     "available_bytes",
     "backend_for",
+    "check_unshared",
     "choose_device",
     "pin_memory",
     "read_memory",
@@ -48,12 +50,16 @@ class MemoryReading:
 def choose_device(local_rank: int | None = None, *, world_size: int = 1) -> torch.device:
     """The device of a rank: its own accelerator if the machine has any, the CPU otherwise.
 
+    Where a process sees a single accelerator, that one is its own, whatever its local rank: launchers that give each rank one
+    device hide the others from it. That no other rank took the same one is for `check_unshared` to find out, when the ranks can
+    talk.
+
     Args:
         local_rank: number of the rank on its machine; None means the accelerator that is current in this process.
         world_size: ranks of the job. Accelerators that ranks cannot talk through (mps) are used by a single rank only.
 
     Raises:
-        LaunchError: the machine has accelerators, but fewer than ranks.
+        LaunchError: the process sees several accelerators, but fewer than there are ranks on the machine.
     """
     if not torch.accelerator.is_available():
         return torch.device("cpu")
@@ -62,15 +68,53 @@ def choose_device(local_rank: int | None = None, *, world_size: int = 1) -> torc
         return torch.device("cpu")
     count = torch.accelerator.device_count()
     index = torch.accelerator.current_device_index() if local_rank is None else local_rank
+    if count == 1:
+        index = 0
     if index >= count:
         raise LaunchError(
             explain(
                 f"local rank {index} has no {accelerator.type} device",
                 expected=f"at most {count} ranks on this machine",
-                do="start fewer ranks per machine, or hide the devices to run on the CPU",
+                do="start fewer ranks per machine, let each rank see one device of its own, or hide all to run on the CPU",
             )
         )
     return torch.device(accelerator.type, index)
+
+
+def check_unshared(device: torch.device, ranks: Sequence[int], exchange: Callable[[str], list[str]]) -> None:
+    """Refuse ranks that compute on the same accelerator: their collectives would fail, or wait for each other for ever.
+
+    Collective where `device` is an accelerator, and nothing on the CPU. Hardware that does not say who it is passes.
+
+    Args:
+        device: this rank's.
+        ranks: all ranks that take part.
+        exchange: gives what every rank was called with, in the order of `ranks`.
+
+    Raises:
+        LaunchError: on every rank.
+    """
+    if device.type == "cpu":
+        return
+    holders: dict[str, list[int]] = {}
+    for rank, identity in zip(ranks, exchange(_identity(device)), strict=True):
+        holders.setdefault(identity, []).append(rank)
+    shared = next((held for identity, held in holders.items() if identity and len(held) > 1), None)
+    if shared is not None:
+        raise LaunchError(
+            explain(
+                f"ranks {', '.join(map(str, shared))} would compute on the same {device.type} device",
+                expected="a device of its own for each rank",
+                do="start no more ranks per machine than it has devices, and let each rank see all of them, or one of its own",
+            )
+        )
+
+
+def _identity(device: torch.device) -> str:
+    """What tells a device from all others, on any machine; empty if the system does not say."""
+    with suppress(AttributeError, RuntimeError):
+        return str(_device_module(device).get_device_properties(device).uuid)
+    return ""
 
 
 def use_device(device: torch.device) -> None:

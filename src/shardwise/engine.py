@@ -303,7 +303,7 @@ class Engine(nn.Module):
             shard.grad = shard.weight = None
             shard.master = shard.master.new_empty(0)
             shard.state.clear()
-        self._parts.comm.close()
+        self._parts.comm.close(f"after {self.global_steps} step{'' if self.global_steps == 1 else 's'}")
 
     def __enter__(self) -> Engine:
         return self

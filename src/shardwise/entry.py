@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.arguments import check_arguments
 from shardwise.comm import Comm, get_local_rank, get_rank, get_world_size, init_distributed, is_initialized
 from shardwise.config import Config, load_config
 from shardwise.data import build_loader
-from shardwise.device import choose_device, use_device
+from shardwise.device import check_unshared, choose_device, use_device
 from shardwise.engine import Engine, Parts
 from shardwise.errors import ConfigError, DivergenceError, ParameterError, ShardwiseError, UsageError, explain
 from shardwise.mesh import DataMesh
@@ -35,6 +36,7 @@ from shardwise.optim import (
     StepSettings,
     adopt_scheduler,
     build_scheduler,
+    check_scheduler,
     plan_groups,
 )
 from shardwise.settings import make_policy, share_memory, show_log, state_dtype
@@ -75,14 +77,17 @@ def initialize(
 
     Raises:
         ConfigError: the configuration has problems; all are listed.
-        ParameterError: the model has parameters that cannot be managed.
-        OptimizerError: the optimizer cannot be used on shards.
+        ParameterError: the model has parameters that cannot be managed, or `model_parameters` holds none.
+        UsageError: `training_data` is no dataset, or `collate_fn` no function.
+        OptimizerError: the optimizer or the schedule is none, or cannot be used on shards.
         DivergenceError: the ranks have different models or configurations.
     """
     if not isinstance(model, nn.Module):
         raise ParameterError(
             explain("initialize needs a model", expected="model=<torch.nn.Module>", found=type(model).__name__)
         )
+    check_arguments(model_parameters=model_parameters, training_data=training_data, collate_fn=collate_fn)
+    check_scheduler(lr_scheduler)
     if mpu is not None:
         raise UsageError(
             explain("initialize(mpu=...) is not available yet", do="leave it out; all ranks are data-parallel ranks")
@@ -103,6 +108,7 @@ def initialize(
     built: list[Any] = []
     engine: Engine | None = None
     try:
+        check_unshared(device, mesh.data.ranks, lambda own: comm.all_gather_object(own, mesh.data, "compare devices"))
         plan = plan_groups(optimizer, model_parameters, model.named_parameters(), settings.optimizer)
         _check_agreement(comm, mesh, model, settings, plan)
         groups = _groups_of(plan)

@@ -46,6 +46,8 @@ def test_one_rank_fails(tmp_path: Path, kind: str) -> None:
         assert done.err.count("Traceback") == 1
         assert done.err.endswith("ValueError: no good\n")
         assert "child.py" not in done.err
+    if kind == "message":
+        assert done.err.count("no data found") == 2  # in the title, and as the last words
     if kind == "killed":
         assert "signal 9 (SIGKILL)" in last
 
@@ -65,6 +67,45 @@ def test_the_rank_that_raised_first_is_blamed_and_the_others_get_a_line(tmp_path
     assert "rank 2 of 3 raised KeyError" in done.err
     assert done.err.endswith("KeyError: 'the cause'\n")
     assert done.err.count("Traceback") == 1
+
+
+def test_an_error_under_torch_distributed_is_said_once_and_last(tmp_path: Path) -> None:
+    """torch.distributed puts a hook of its own in place of Python's, which prints with the rank in front of each line."""
+    body = """
+        import shardwise
+        shardwise.init_distributed()
+        if rank: raise ValueError("no good")
+        nap()
+    """
+    done = run("--nproc", "2", write_script(tmp_path, body), "TOKEN")
+    assert done.code == 1
+    assert done.err.count("ValueError: no good") == 1
+    assert done.err.count("Traceback") == 1
+    title, last = done.err.split("\n---- ")
+    assert "rank 1 of 2 raised ValueError" in title
+    assert last.startswith("rank 1 on ")
+    assert last.endswith("ValueError: no good\n")
+
+
+def test_hooks_of_the_program_run_and_wrap_a_silent_one(tmp_path: Path) -> None:
+    """Errors that the program hands to the hook itself, and goes on after, are printed as ever."""
+    body = """
+        before = sys.excepthook
+        def hook(kind, error, trace):
+            print("noticed", error, file=sys.stderr)
+            before(kind, error, trace)
+        sys.excepthook = hook
+        if rank == 0:
+            try: raise KeyError("survived")
+            except KeyError: sys.excepthook(*sys.exc_info())
+            raise ValueError("no good")
+        nap()
+    """
+    done = run("--nproc", "2", write_script(tmp_path, body), "TOKEN")
+    assert done.code == 1
+    assert done.err.count("KeyError: 'survived'") == 1
+    assert done.err.count("noticed no good\n") == 1
+    assert done.err.count("ValueError: no good") == 1
 
 
 def test_equal_errors_are_said_once(tmp_path: Path) -> None:

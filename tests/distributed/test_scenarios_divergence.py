@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 import shardwise
 from shardwise import utils
-from shardwise.errors import DivergenceError
+from shardwise.errors import DivergenceError, PeerLostError
 from tests.distributed.scenario_support import (
     STAGES,
     Net,
@@ -339,13 +339,34 @@ def test_one_rank_ends_training_early(stage: int, tmp_path: Path) -> None:
     engine = start(build(), stage)
     train(engine, 2)
     if dist.get_rank() == 0:
-        with soon("has closed its engine while others go on"):
+        with soon(
+            r"rank 1 has closed its engine after 2 steps while others go on: found rank 0 waits for '[\w<>. ]+' .*, phase "
+            r"'(backward|step)'\)\. run the same number of steps on every rank"
+        ):
             train(engine, 1)
         (tmp_path / "seen").touch()
     engine.destroy(restore=False)
     limit = time.monotonic() + 2 * LIMIT_S
     while not (tmp_path / "seen").exists() and time.monotonic() < limit:
         time.sleep(0.01)
+    end_process()
+
+
+@ranks(2, dies=(0, 1), timeout=30.0)
+def test_one_rank_ends_its_process_early() -> None:
+    """In good order, but before the others: they are told where it was last."""
+    engine = start(build(), 2)
+    train(engine, 2)
+    if dist.get_rank() == 1:
+        end_process()
+    began = time.monotonic()
+    with pytest.raises(PeerLostError) as caught:
+        train(engine, 1, first=2)
+    assert time.monotonic() - began < LIMIT_S
+    told = str(caught.value)
+    assert "the process of rank 1 has ended: found rank 0 waits for '" in told
+    assert "; rank 1 was last seen after '" in told
+    assert told.endswith("if it ended in good order, give every rank the same number of steps.")
     end_process()
 
 

@@ -228,6 +228,16 @@ def test_a_rank_that_closed_is_missed_by_name() -> None:
     assert "rank 1 has closed its engine while others go on: found rank 0 waits for 'layers.1'" in str(error)
 
 
+def test_a_rank_that_closed_may_say_when() -> None:
+    crowd = Crowd(2)
+    crowd.run(*[asks(A, B, A)] * 2)
+    crowd.guards[1].close("after 3 steps")
+    [error] = crowd.run(asks_and_waits(B))
+    assert isinstance(error, DivergenceError)
+    assert "rank 1 has closed its engine after 3 steps while others go on: found rank 0 waits for 'layers.1'" in str(error)
+    assert "run the same number of steps on every rank" in str(error)
+
+
 def test_after_an_error_every_call_says_what_it_was() -> None:
     crowd = Crowd(2)
     crowd.run(asks(A), asks(B))
@@ -275,6 +285,16 @@ def test_a_dead_process_is_named() -> None:
     [error] = crowd.run(asks(A))
     assert isinstance(error, PeerLostError)
     assert "the process of rank 1 has ended: found rank 0 waits for 'layers.0'" in str(error)
+    assert "; rank 1 had started nothing yet. look at the output of that rank for the reason; if it ended" in str(error)
+
+
+def test_a_dead_process_was_last_seen_somewhere() -> None:
+    crowd = Crowd(2)
+    crowd.run(*[asks(A, B, A)] * 2)
+    crowd.board.dead.add(1)
+    [error] = crowd.run(asks_and_waits(B))
+    assert isinstance(error, PeerLostError)
+    assert "; rank 1 was last seen after 'layers." in str(error)
 
 
 def test_a_broken_connection_names_the_collective() -> None:
@@ -394,4 +414,8 @@ def test_reports_travel_and_read_well() -> None:
     many = [Report(rank, "asks", label=f"'{rank}'") for rank in range(12)]
     assert tell_apart(many, 0.0).endswith("rank 7: asks for '7'; and 4 more")
     same = [Report(rank, "closed") for rank in range(20)]
-    assert tell_apart(same, 0.0) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more: has closed"
+    assert tell_apart(same, 0.0) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more: has closed its engine"
+    ended = Report(1, "closed", text="after 3 steps")
+    assert tell_apart([ended, Report(0, "waits", label="'x'")], 0.0) == (
+        "rank 1: has closed its engine after 3 steps; rank 0: waits for 'x'"
+    )

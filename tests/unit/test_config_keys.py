@@ -8,16 +8,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 from pydantic.fields import FieldInfo
 
 from shardwise.config import Config, load_config
 from shardwise.config.batch import BATCH_KEYS
 from shardwise.config.fields import Section, kind_of, section_class
+from shardwise.config.judge import LATER_OPTIMIZERS
 from shardwise.config.model import ConfigView
-from shardwise.config.optimizers import OPTIMIZER_PARAMS
+from shardwise.config.optimizers import OPTIMIZER_PARAMS, TORCH_ELEMENTWISE, TORCH_WHOLE_TENSOR
 from shardwise.config.schedulers import SCHEDULER_PARAMS
 from shardwise.config.spellings import REFUSED, RENAMED
 from shardwise.errors import ConfigError
+from shardwise.optim.elementwise import is_torch_elementwise
 
 MISSING = object()
 
@@ -67,9 +70,6 @@ WORKS: dict[str, tuple[object, dict[str, object], tuple[str, ...]]] = {
     "zero_optimization.leaf_module.classes": ([], {'["MoE"]': ["MoE"]}, ('"MoE"', "[null]")),
     "zero_optimization.leaf_module.names": ([], {'["a.b"]': ["a.b"]}, ('"a.b"', "{}")),
     "zero_optimization.leaf_module.name_suffixes": ([], {'["mlp"]': ["mlp"]}, ('"mlp"', "3")),
-    "checkpoint.tag_validation": ("WARN", {'"Fail"': "FAIL", '"ignore"': "IGNORE"}, ('"maybe"', "true")),
-    "checkpoint.use_node_local_storage": (False, *BOOL),
-    "checkpoint.writer": (None, {'{"type": "vanilla"}': {"type": "vanilla"}}, ('"fast"', "true")),
     "optimizer.type": (MISSING, {'"AdamW"': "AdamW", '"sgd"': "SGD", '"NAdam"': "NAdam"}, ("1", "true", '""', "[]")),
     "optimizer.params": (MISSING, {'{"lr": 1}': {"lr": 1.0}}, ("[]", "1")),
     "scheduler.type": (MISSING, {'"WarmupLR"': "WarmupLR", '"lrrangetest"': "LRRangeTest"}, ('"Cosine"', "1", '""')),
@@ -97,7 +97,10 @@ INERT = {
     "zero_optimization.overlap_comm": True,
     "zero_optimization.sub_group_size": 1e9,
     "zero_optimization.offload_optimizer.fast_init": False,
+    "checkpoint.tag_validation": "FAIL",
+    "checkpoint.use_node_local_storage": True,
     "checkpoint.load_universal": True,
+    "checkpoint.writer": {"type": "vanilla"},
     "aio.block_size": 2**20,
     "aio.queue_depth": 32,
     "aio.intra_op_parallelism": 4,
@@ -481,6 +484,36 @@ def test_other_optimizers_pass_through_unchecked() -> None:
     assert config.optimizer is not None
     assert config.optimizer.type == "NAdam"
     assert config.optimizer.params == {"lr": 0.002, "momentum_decay": 4e-3, "anything": [1]}
+
+
+@pytest.mark.parametrize(("found", "meant"), [("AdmW", "AdamW"), ("sdg", "SGD"), ("RMSProb", "RMSprop"), ("Adam_W", "AdamW")])
+def test_an_unknown_optimizer_names_the_nearest_and_all_that_can_be_named(found: str, meant: str) -> None:
+    told = message_of("optimizer", {"type": found, "params": {"lr": 1e-3}})
+    assert "has 1 problem:" in told
+    assert f'found "{found}". The nearest is {meant}; any other optimizer can be passed to initialize()' in told
+    for name in (*OPTIMIZER_PARAMS, *TORCH_ELEMENTWISE):
+        assert f'"{name}"' in told, name
+
+
+@pytest.mark.parametrize(("found", "meant"), [("WarmpLR", "WarmupLR"), ("cosine", "WarmupCosineLR"), ("1Cycle", "OneCycle")])
+def test_an_unknown_schedule_names_the_nearest_and_all_that_can_be_named(found: str, meant: str) -> None:
+    told = message_of("scheduler", {"type": found})
+    assert f'found "{found}". The nearest is {meant}; any other schedule can be passed to initialize()' in told
+    for name in SCHEDULER_PARAMS:
+        assert f'"{name}"' in told, name
+
+
+def test_every_optimizer_of_torch_can_be_named() -> None:
+    """The configuration does not look into torch, so its lists have to follow torch's."""
+    classes = [getattr(torch.optim, name) for name in dir(torch.optim)]
+    names = {kind.__name__ for kind in classes if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)}
+    known = {*OPTIMIZER_PARAMS, *TORCH_ELEMENTWISE, *TORCH_WHOLE_TENSOR, *LATER_OPTIMIZERS}
+    assert names - {"Optimizer"} <= known
+    assert all(is_torch_elementwise(getattr(torch.optim, name)) for name in TORCH_ELEMENTWISE)
+    for name in (*TORCH_ELEMENTWISE, *TORCH_WHOLE_TENSOR):
+        config = load("optimizer", {"type": name.lower()})
+        assert config.optimizer is not None
+        assert config.optimizer.type == name
 
 
 def test_an_optimizer_needs_a_type() -> None:

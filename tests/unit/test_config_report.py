@@ -68,13 +68,17 @@ def test_the_report_of_nothing_is_the_defaults() -> None:
     assert "resolved for 1 rank\n" in report
 
 
-def test_the_report_tells_problems_and_what_is_known_beside_them() -> None:
-    raw = {"train_batch_size": "8", "zero_optimization": {"stage": 2}, "gradient_clipp1ng": 1}
+def test_of_a_bad_configuration_only_the_problems_are_told() -> None:
+    """They are those of the error of the loader, and nothing stands around them."""
+    raw = {"train_batch_size": "8", "zero_optimization": {"stage": 2, "reduce_scatter": True}, "gradient_clipp1ng": 1}
     verdict = diagnose(raw)
     assert not verdict.healthy
-    found = rows(verdict.text)
-    assert found["train_batch_size"] == ["unknown", "see the problems below"]
-    assert found["zero_optimization.stage"] == ["2", "default 0"]
+    with pytest.raises(ConfigError) as caught:
+        load_config(raw, world_size=1)
+    assert verdict.text == f"{caught.value}\n"
+    title, *problems = verdict.text.splitlines()
+    assert title.endswith("has 2 problems:")
+    assert len(problems) == 2
     assert "- gradient_clipp1ng is not a known key" in verdict.text
     assert diagnose({"zero_optimization": {"stage": 2}}).healthy
 
@@ -83,6 +87,15 @@ def test_the_report_of_a_missing_file_says_so(tmp_path: Path) -> None:
     verdict = diagnose(tmp_path / "nowhere.json")
     assert not verdict.healthy
     assert "no such configuration file" in verdict.text
+    assert len(verdict.text.splitlines()) == 1
+
+
+def test_the_report_lists_all_keys_of_the_checkpoint_section_as_without_effect() -> None:
+    checkpoint = {"tag_validation": "FAIL", "use_node_local_storage": True, "load_universal": True, "writer": {"type": "fast"}}
+    report = doctor_report({"checkpoint": checkpoint})
+    inert = report.partition("Keys without effect here\n")[2].split()
+    assert inert == [f"checkpoint.{name}" for name in checkpoint]
+    assert "Values given" not in report
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from shardwise import device as devices
 from shardwise.device import (
     available_bytes,
     backend_for,
+    check_unshared,
     choose_device,
     pin_memory,
     read_memory,
@@ -46,6 +47,41 @@ def test_more_ranks_than_accelerators_is_said_so(monkeypatch: pytest.MonkeyPatch
     pretend(monkeypatch, "cuda", 2)
     with pytest.raises(LaunchError, match="local rank 2 has no cuda device: expected at most 2 ranks"):
         choose_device(2)
+
+
+def test_the_only_accelerator_that_a_rank_sees_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers that give each rank one device hide the others; the local ranks still count up."""
+    pretend(monkeypatch, "cuda", 1)
+    assert [choose_device(rank) for rank in range(4)] == [torch.device("cuda", 0)] * 4
+
+
+@pytest.mark.parametrize(
+    ("identities", "shared"),
+    [(["a", "b", "c"], ""), (["a", "b", "a"], "ranks 4, 6 "), (["", "", ""], ""), (["a", "", "a"], "ranks 4, 6 ")],
+)
+def test_ranks_on_one_accelerator_are_told(monkeypatch: pytest.MonkeyPatch, identities: list[str], shared: str) -> None:
+    asked: list[torch.device] = []
+
+    def properties(device: torch.device) -> SimpleNamespace:
+        asked.append(device)
+        return SimpleNamespace(uuid=identities[0]) if identities[0] else SimpleNamespace()
+
+    def exchange(own: str) -> list[str]:
+        assert own == identities[0]
+        return identities
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(get_device_properties=properties))
+    device = torch.device("cuda", 0)
+    if shared:
+        with pytest.raises(LaunchError, match=f"{shared}would compute on the same cuda device.*let each rank see"):
+            check_unshared(device, (4, 5, 6), exchange)
+    else:
+        check_unshared(device, (4, 5, 6), exchange)
+    assert asked == [device]
+
+
+def test_ranks_share_the_cpu() -> None:
+    check_unshared(CPU, (0, 1), lambda own: pytest.fail("nothing to compare"))
 
 
 def test_mps_serves_one_rank_only(monkeypatch: pytest.MonkeyPatch) -> None:

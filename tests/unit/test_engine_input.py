@@ -237,6 +237,76 @@ def test_optimizers_that_are_none_or_of_another_model() -> None:
         shardwise.initialize(model=other, optimizer=engine.optimizer, config=CONFIG)
 
 
+class NoLength:
+    """A dataset with an index and without a length, as torch.utils.data.Dataset is by itself."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.zeros(4)
+
+
+SAMPLES = torch.utils.data.TensorDataset(torch.zeros(8, 4))
+WRONG_ARGUMENTS: dict[str, tuple[dict[str, Any], type[ShardwiseError], str]] = {
+    "data: number": ({"training_data": 5}, UsageError, r"training_data=\.\.\.\).*a dataset.*found int 5\. pass a torch"),
+    "data: path": ({"training_data": "train.csv"}, UsageError, r"found str 'train\.csv'\. pass a torch"),
+    "data: loader": ({"training_data": torch.utils.data.DataLoader(SAMPLES)}, UsageError, r"DataLoader\. pass its dataset"),
+    "data: splits": ({"training_data": {"train": SAMPLES}}, UsageError, r"found dict\. pass one of its values"),
+    "data: class": ({"training_data": NoLength}, UsageError, r"found the class NoLength\. pass an object"),
+    "data: length": ({"training_data": NoLength()}, UsageError, r"found NoLength without __len__\. give its class a __len__"),
+    "collate": (
+        {"training_data": SAMPLES, "collate_fn": [1]},
+        UsageError,
+        r"collate_fn=.*a function.*found list\. leave it out",
+    ),
+    "parameters: number": ({"model_parameters": 5}, ParameterError, r"model_parameters=.*found int 5\. pass model\.parameters"),
+    "parameters: text": ({"model_parameters": "all"}, ParameterError, r"found str 'all'\. pass model\.parameters"),
+    "parameters: module": ({"model_parameters": model()}, ParameterError, r"found Sequential\. pass model\.parameters"),
+    "parameters: tensor": (
+        {"model_parameters": Parameter(torch.zeros(2))},
+        ParameterError,
+        r"found Parameter\. put it in a list",
+    ),
+    "parameters: group": ({"model_parameters": {"params": []}}, ParameterError, r"found dict\. put it in a list"),
+    "parameters: items": ({"model_parameters": [3]}, ParameterError, r"found int 3 among them\. pass model\.parameters"),
+    "parameters: set": ({"model_parameters": {3}}, OptimizerError, r"expected parameters, found int\. pass model"),
+    "schedule": ({"lr_scheduler": 3}, OptimizerError, r"scheduler cannot be used.*found int\. pass lr_scheduler=lambda"),
+    "optimizer": (
+        {"optimizer": "adam"},
+        OptimizerError,
+        r"optimizer cannot be used.*found str\. name an optimizer in the config",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ARGUMENTS)
+def test_arguments_of_a_wrong_kind(case: str) -> None:
+    """Whether or not batch sizes are given, and whether or not there is anything to train."""
+    given, kind, match = WRONG_ARGUMENTS[case]
+    frozen = model().requires_grad_(False)
+    for net, config in ((model(), CONFIG), (model(), {}), (frozen, CONFIG)):
+        with pytest.raises(kind, match=match) as error:
+            shardwise.initialize(**{"model": net, "optimizer": sgd, "config": config, **given})
+        is_helpful(error)
+    with start(net=model()):
+        pass
+
+
+def test_arguments_of_every_right_kind() -> None:
+    class Stream:
+        def __iter__(self) -> Any:
+            return iter(SAMPLES)
+
+    for data in (SAMPLES, list(SAMPLES), torch.zeros(8, 4), Stream()):
+        engine, _, loader, _ = shardwise.initialize(
+            model=model(), optimizer=sgd, config=CONFIG, training_data=data, collate_fn=len
+        )
+        with engine:
+            assert list(loader) == [2, 2, 2, 2]
+    for choose in (lambda net: net.parameters(), lambda net: list(net.named_parameters()), lambda net: (net[0].weight,)):
+        net = model()
+        with shardwise.initialize(model=net, optimizer=sgd, config=CONFIG, model_parameters=choose(net))[0] as engine:
+            assert engine.optimizer is not None
+
+
 def test_groups_cannot_be_added_later() -> None:
     with start() as engine:
         assert engine.optimizer is not None

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from shardwise.config import load_config
 from shardwise.errors import OptimizerError
 from shardwise.optim import adopt_scheduler, build_scheduler, plan_groups
 
@@ -95,6 +96,32 @@ def test_one_cycle_moves_momentum_the_other_way(kind: str, options: dict[str, An
     assert read(still.param_groups[0]) == before
 
 
+def test_one_cycle_in_stairs_from_a_configuration() -> None:
+    """As DeepSpeed documents it: each half in that many stairs, the second in as many as the first unless it says otherwise."""
+    lengths = {"cycle_first_step_size": 4, "cycle_second_step_size": 6, "decay_step_size": 2, "decay_lr_rate": 1.0}
+    for stairs, falling in (
+        ({"cycle_first_stair_count": 2}, [1, 0.5, 0.5, 0.5, 0, 0, 0]),
+        ({"cycle_first_stair_count": 2, "cycle_second_stair_count": 3}, [1, 2 / 3, 2 / 3, 1 / 3, 1 / 3, 0, 0]),
+        ({"cycle_first_stair_count": 2, "cycle_second_stair_count": 0}, [1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0]),
+    ):
+        params = {"cycle_min_lr": 0.1, "cycle_max_lr": 1.1, **lengths, **stairs}
+        config = load_config({"scheduler": {"type": "OneCycle", "params": params}}, world_size=1)
+        assert config.inert == []
+        optimizer = optimizer_of([{"lr": 0.1}])
+        scheduler = build_scheduler(config.scheduler, optimizer)
+        rates: list[float] = []
+        momenta: list[float] = []
+        for _ in range(13):
+            rates += lrs(optimizer)
+            momenta.append(optimizer.param_groups[0]["betas"][0])
+            optimizer.step()
+            scheduler.step()
+        heights = [0, 0, 0.5, 0.5, *falling]
+        assert rates[:11] == pytest.approx([0.1 + height for height in heights])
+        assert rates[11:] == pytest.approx([0.1 / 1.5, 0.1 / 2])
+        assert momenta[:11] == pytest.approx([0.9 - 0.1 * height for height in heights])
+
+
 @pytest.mark.parametrize("section", ALL, ids=[section["type"] for section in ALL])
 def test_resuming_continues_the_curve(section: dict[str, Any]) -> None:
     def fresh() -> tuple[torch.optim.Optimizer, Any]:
@@ -123,7 +150,7 @@ def test_names_in_any_case_and_inert_nulls() -> None:
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"type": "Warmup", "params": {}}, ["'Warmup'", "WarmupLR"]),
+        ({"type": "WarmpLR", "params": {}}, ["'WarmpLR'", "did you mean 'WarmupLR'?", "LRRangeTest"]),
         ({"type": "WarmupLR", "params": {"warmup_steps": 3}}, ["warmup_steps", "warmup_num_steps"]),
         ({"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}, ["warmup_max_lr", "'auto'"]),
         ({"type": "WarmupLR", "params": {"warmup_num_steps": 2.5}}, ["warmup_num_steps", "2.5"]),

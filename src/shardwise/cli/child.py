@@ -37,13 +37,14 @@ class _Link:
         number, _, mode = os.environ.pop(RECORD_VARIABLE, "").partition(":")
         self.descriptor = int(number) if number.isdigit() else None
         self.prints = mode != "quiet"
+        self.told: BaseException | None = None  # what the launcher will print, so that it is not printed here as well
         self.owner = os.getpid()
         if self.descriptor is not None:
             os.set_inheritable(self.descriptor, False)
             faulthandler.enable(file=self.descriptor)
 
     def send(self, error: BaseException, text: str) -> bool:
-        """True when the launcher has the record and will print it."""
+        """True when the launcher has the record."""
         import json
         import time
 
@@ -53,7 +54,15 @@ class _Link:
             left_out = len(text) - _SENT_HEAD - _SENT_TAIL
             text = f"{text[:_SENT_HEAD]}\n  ... {left_out} characters left out ...\n{text[-_SENT_TAIL:]}"
         record = {"time": time.monotonic(), "type": type(error).__name__, "line": _first_line(error), "text": text}
-        return self._write(f"{RECORD_MARK}{json.dumps(record)}\n".encode(), time.monotonic() + _SEND_SECONDS)
+        sent = self._write(f"{RECORD_MARK}{json.dumps(record)}\n".encode(), time.monotonic() + _SEND_SECONDS)
+        if sent and not self.prints:
+            self.told = error
+        return sent
+
+    def hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """`sys.excepthook` of the program: Python's own, but silent about what the launcher prints."""
+        if error is not self.told:
+            sys.__excepthook__(kind, error, trace)
 
     def _write(self, data: bytes, deadline: float) -> bool:
         import time
@@ -75,6 +84,8 @@ def main(argv: list[str]) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A line is written when it is complete: none is lost when the rank dies, none is torn by another rank's.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    # Before the program runs: torch.distributed wraps the hook that it finds, and would print what Python's own prints.
+    sys.excepthook = link.hook
     kind, target, arguments = argv[1], argv[2], argv[3:]
     try:
         if kind == "module":
@@ -84,6 +95,8 @@ def main(argv: list[str]) -> None:
     except SystemExit as stop:
         if stop.code is not None and not isinstance(stop.code, int):
             link.send(stop, f"{stop.code}\n")
+            if stop is link.told:
+                sys.exit(1)  # what Python ends with after it has printed such a message
         raise
     except BaseException as error:  # noqa: BLE001 - whatever ends the program is what this file is for
         sys.exit(_report(link, error))
@@ -134,15 +147,11 @@ def _report(link: _Link, error: BaseException) -> int:
 
     trace = _own_frames_removed(error.__traceback__)
     text = "".join(traceback.format_exception(type(error), error, trace))
-    sent = link.send(error, text)
-    if sys.excepthook is not sys.__excepthook__:
-        # A hook that the program installed (a tracker, a debugger) does its work in any case.
-        with contextlib.suppress(Exception):
-            sys.excepthook(type(error), error, trace)
-    elif link.prints or not sent:
-        with contextlib.suppress(Exception):
-            sys.stderr.write(text)
-            sys.stderr.flush()
+    link.send(error, text)
+    # A hook that the program installed (a tracker, a debugger) does its work in any case; what it wraps in the end is ours.
+    with contextlib.suppress(Exception):
+        sys.excepthook(type(error), error, trace)
+        sys.stderr.flush()
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 

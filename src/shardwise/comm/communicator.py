@@ -213,12 +213,19 @@ class Comm:
         self._line(axis)
         return (self._local if axis.size == 1 else self._transport).allocate(spec, self)
 
+<<<<<<< HEAD
     def scratch(self, numel: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
         """A 1-D tensor of zeros, to be summed over ranks: the transport reads it with the least copying."""
         return self._transport.scratch(numel, dtype, torch.device(device))
 
     def close(self) -> None:
+=======
+    def close(self, note: str = "") -> None:
+>>>>>>> wt-b
         """Give back the process groups made here and leave the side channel. Closing again does nothing.
+
+        Args:
+            note: when this rank was done ("after 12 steps"), for the errors of ranks that go on.
 
         The first rank of the data axis stays up to 3 s for the others to close as well.
         """
@@ -227,7 +234,7 @@ class Comm:
             self._lines.clear()
             if self._guard is not None:
                 self._leaving.detach()
-                self._guard.close()
+                self._guard.close(note)
             self._transport.close()
 
     def _line(self, axis: Axis) -> _Line:

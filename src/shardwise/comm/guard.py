@@ -38,8 +38,13 @@ _DEATH_S = 1.0  # between the end of a process's connections and the end of the 
 _TRAIL = 256  # events that are compared to find the first that differs
 _LOOK_S = 2.0  # between looks at the other ranks while this one is not waiting
 _COUNT = 1 << 48  # a counter holds the number of ranks above this bit and the sum of their digests below: 32767 ranks
-_SAME_ORDER = "run the same modules in the same order on every rank, or declare those that may differ as leaf modules"
+_SAME_ORDER = (
+    "run the same number of steps, and the same modules in the same order, on every rank, "
+    "or declare those that may differ as leaf modules"
+)
+_SAME_STEPS = "run the same number of steps on every rank: a rank with fewer batches must not leave the loop earlier"
 _SEE_OUTPUT = "look at the output of that rank for the reason"
+_SEE_END = f"{_SEE_OUTPUT}; if it ended in good order, give every rank the same number of steps"
 
 
 class Lane:
@@ -206,11 +211,15 @@ class Guard:
         problem = f"the connection to another rank broke during {lane.label_at(sequence)}"
         self._fail("lost", problem, found=str(error), do=_SEE_OUTPUT)
 
-    def close(self) -> None:
-        """Tell the others that this rank is done, and leave the channel. Never raises, and never waits long."""
+    def close(self, note: str = "") -> None:
+        """Tell the others that this rank is done, and leave the channel. Never raises, and never waits long.
+
+        Args:
+            note: when it was done ("after 12 steps"), for the errors of ranks that are not.
+        """
         if not self.failure:
             try:
-                self._tell(Report(self._rank, "closed"))
+                self._tell(Report(self._rank, "closed", text=note))
                 self._linger(lambda report: report.state in ("failed", "closed"))
             except ChannelGone:
                 pass  # the others are done as well, or dead; neither matters to one who leaves
@@ -273,12 +282,15 @@ class Guard:
             if report.state == "failed":
                 self._fail(report.failure, f"rank {report.rank} has stopped", found=report.text)
             if report.rank in gone and report.state != "closed":
-                self._fail("lost", f"the process of rank {report.rank} has ended", found=doing, do=_SEE_OUTPUT)
+                found = f"{doing}; rank {report.rank} {report.last_seen(time.time())}"
+                self._fail("lost", f"the process of rank {report.rank} has ended", found=found, do=_SEE_END)
             if state == "runs" or report.passed(lane.key, sequence):
                 continue
             if report.state == "closed":
-                problem = f"rank {report.rank} has closed its engine while others go on"
-                self._fail("diverged", problem, found=doing, do="run the same number of steps on every rank")
+                problem = " ".join(
+                    filter(None, [f"rank {report.rank} has closed its engine", report.text, "while others go on"])
+                )
+                self._fail("diverged", problem, found=doing, do=_SAME_STEPS)
             if self._is_crossed(lane, report):
                 found = f"{doing}; rank {report.rank} waits for {report.label}"
                 self._fail("diverged", "ranks started collectives on two axes in different orders", found=found)
@@ -328,7 +340,7 @@ class Guard:
             f"{own.label} on axis {lane.axis.name!r} did not finish within {limit}",
             expected=f"rank {', '.join(missing)} to take part" if missing else "",
             found=tell_apart([own, *others], time.time()),
-            do="see what the rank that is missing was doing, or allow more time",
+            do="see what the rank that is missing was doing (did it leave the training loop early?), or allow more time",
         )
 
     def _fail(
@@ -371,7 +383,7 @@ class Guard:
             while not (ended := bool(self._channel.gone([host]))) and time.monotonic() < limit:
                 time.sleep(0.01)
             problem = f"the process of rank {host} has ended" if ended else f"rank {host} has left, or cannot be reached"
-            self._fail("lost", problem, found=f"its side channel is closed ({gone})", do=_SEE_OUTPUT)
+            self._fail("lost", problem, found=f"its side channel is closed ({gone})", do=_SEE_END)
 
     def _say(self, lane: Lane, sequence: int, state: str) -> None:
         self._tell(Report(self._rank, state, lane=lane.key, sequence=sequence, label=lane.label_at(sequence)))

@@ -33,10 +33,14 @@ class Report:
     failure: str = ""
     """The kind of error it stopped with."""
     text: str = ""
+<<<<<<< HEAD
     """The message of that error."""
     trail: list[str] = field(default_factory=list[str])
     """What it asked for from number `begins` of `lane` on, where histories are to be compared."""
     begins: int = 0
+=======
+    """The message of that error; or, of a rank that has closed, when it did ("after 12 steps")."""
+>>>>>>> wt-b
 
     @classmethod
     def parse(cls, rank: int, message: str) -> Report:
@@ -61,10 +65,19 @@ class Report:
         """What the rank did, for people: the part of a sentence that follows "rank 3"."""
         if self.state == "silent":
             return "has not been heard from"
+        if not self.label and self.state == "closed":
+            return f"has closed its engine {self.text}".rstrip()
         if not self.label:
-            return f"has {self.state}" if self.state in ("failed", "closed") else "has started nothing yet"
+            return "has failed" if self.state == "failed" else "has started nothing yet"
         ago = f", {now - self.moment:.0f} s ago" if self.state == "runs" else ""
         return f"{_DID.get(self.state, 'has closed after')} {self.label}{ago}"
+
+    def last_seen(self, now: float) -> str:
+        """The same for a rank whose process is no more."""
+        if self.state == "silent" or not self.label:
+            return "had started nothing yet"
+        where = "in" if self.state in ("waits", "asks") else "after"
+        return f"was last seen {where} {self.label}, {now - self.moment:.0f} s before"
 
 
 def first_difference(reports: Iterable[Report], sequence: int) -> tuple[int, list[Report]]:

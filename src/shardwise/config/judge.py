@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from shardwise.config.fields import Section, allowed, is_switched_on, section_class
 from shardwise.config.future import Pipeline, WeightQuantization
 from shardwise.config.nearest import nearest
-from shardwise.config.optimizers import OPTIMIZER_PARAMS
+from shardwise.config.optimizers import OPTIMIZER_PARAMS, TORCH_ELEMENTWISE, TORCH_WHOLE_TENSOR
 from shardwise.config.problems import Notes, Problem, dotted, show
 from shardwise.config.schedulers import SCHEDULER_PARAMS
 from shardwise.config.settle import Settler
@@ -145,7 +145,8 @@ def _judge_arguments(name: str, found: dict[str, Any], settler: Settler) -> None
     table = cast("Mapping[str, type[Section]]", OPTIMIZER_PARAMS if name == "optimizer" else SCHEDULER_PARAMS)
     if not isinstance(found.get("type"), str):
         return
-    found["type"] = _one_spelling(found["type"], [*table, *LATER_OPTIMIZERS] if name == "optimizer" else list(table))
+    others = (*TORCH_ELEMENTWISE, *TORCH_WHOLE_TENSOR, *LATER_OPTIMIZERS) if name == "optimizer" else ()
+    found["type"] = _one_spelling(found["type"], [*table, *others])
     arguments = found.get("params", {})
     if not isinstance(arguments, Mapping):
         return
@@ -161,7 +162,7 @@ def _judge_arguments(name: str, found: dict[str, Any], settler: Settler) -> None
         found["params"] = {key: value for key, value in kept.items() if dotted(path, key) not in notes.inert}
         return
     found["params"] = settler.settle_free(arguments, path)
-    if name == "scheduler" or not found["type"]:
+    if found["type"] not in others:
         _refuse_type(name, found["type"], list(table), notes)
 
 
@@ -170,10 +171,12 @@ def _one_spelling(name: str, known: list[str]) -> str:
 
 
 def _refuse_type(name: str, value: str, known: list[str], notes: Notes) -> None:
-    expected = "one of " + ", ".join(f'"{candidate}"' for candidate in known)
-    do = f"The nearest is {nearest(value, known)}"
+    more = list(TORCH_ELEMENTWISE) if name == "optimizer" else []
+    expected = "one of " + ", ".join(f'"{candidate}"' for candidate in [*known, *more])
+    what = "optimizer can be passed to initialize() as a class or an object"
     if name == "scheduler":
-        do += "; any other schedule can be passed to initialize() as an object"
+        what = "schedule can be passed to initialize() as an object or a callable"
+    do = f"The nearest is {nearest(value, [*known, *more])}; any other {what}"
     notes.refuse(Problem(dotted(name, "type"), expected=expected, found=show(value), do=do))
 
 

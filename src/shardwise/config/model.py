@@ -82,7 +82,7 @@ class Keys(Section):
     torch_autocast: TorchAutocast = section(TorchAutocast, "Mixed precision by torch.autocast.")
     data_types: DataTypes = section(DataTypes, "Formats chosen apart from the training precision.")
     zero_optimization: ZeroOptimization = section(ZeroOptimization, "What is sharded, and how.")
-    checkpoint: Checkpoint = section(Checkpoint, "How checkpoints are written and read.")
+    checkpoint: Checkpoint = section(Checkpoint, "Checkpoints of a training run.")
     steps_per_print: Interval | None = key(
         None, "Print a progress line every so many steps; never when absent.", allowed="a whole number >= 1, or inf"
     )

@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from shardwise.config.fields import Number, Pair, Section, inert, key
 
-__all__ = ["OPTIMIZER_PARAMS", "AdagradParams", "AdamParams", "LambParams", "LionParams", "OptimizerParams", "SgdParams"]
+__all__ = [
+    "OPTIMIZER_PARAMS",
+    "TORCH_ELEMENTWISE",
+    "TORCH_WHOLE_TENSOR",
+    "AdagradParams",
+    "AdamParams",
+    "LambParams",
+    "LionParams",
+    "OptimizerParams",
+    "SgdParams",
+]
 
 
 class OptimizerParams(Section):
@@ -78,4 +88,10 @@ OPTIMIZER_PARAMS: dict[str, type[OptimizerParams]] = {
     "Lion": LionParams,
     "Lamb": LambParams,
 }
-"""The types whose arguments are checked here; any other name is looked up in `torch.optim` by the engine."""
+"""The types whose arguments are checked here."""
+
+TORCH_ELEMENTWISE = ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+"""The other classes of `torch.optim` that can be named; they check their arguments themselves, in the engine."""
+
+TORCH_WHOLE_TENSOR = ("Adafactor", "LBFGS", "SparseAdam")
+"""Names that are spelled right, and that the engine refuses with its reason."""

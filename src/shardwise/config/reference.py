@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from shardwise.config.batch import BATCH_KEYS
 from shardwise.config.fields import Kind, Section, accepted, allowed, kind_of, section_class
 from shardwise.config.model import ConfigView
-from shardwise.config.optimizers import OPTIMIZER_PARAMS
+from shardwise.config.optimizers import OPTIMIZER_PARAMS, TORCH_ELEMENTWISE
 from shardwise.config.problems import dotted, show
 from shardwise.config.schedulers import SCHEDULER_PARAMS
 from shardwise.config.spellings import REFUSED, RENAMED
@@ -43,8 +43,8 @@ its text, or a Python dict to `shardwise.initialize(config=...)`. Every key is o
 ```
 
 `shardwise doctor FILE` prints what a file means: every value, where each batch number came from, keys without effect,
-and all problems. `shardwise schema` prints the JSON Schema, which editors use to complete keys and to show mistakes
-while you type.
+or, if there are any, all problems and nothing else. `shardwise schema` prints the JSON Schema, which editors use to
+complete keys and to show mistakes while you type.
 
 ## How a file is read
 
@@ -81,11 +81,15 @@ _DIFFERENCES = """\
 - `bf16.check_grad_overflow` is true: a gradient that is Inf or NaN skips the step on every rank.
 - An unknown key is an error at every level. DeepSpeed ignores unknown top-level keys.
 - `reduce_bucket_size` and `allgather_bucket_size` have no effect, and 0 is an error all the same.
+- The stair counts of `OneCycle` do what DeepSpeed documents; versions of it that ignore them train on a straight line instead.
+- `OneCycle` leaves the second beta of an optimizer alone, and cycles the momentum of SGD too.
+- The `checkpoint` section is accepted without effect: there are no checkpoints of a training run yet.
 """
 
 _OPTIMIZERS = """\
-`optimizer.params` depends on `optimizer.type`; upper and lower case do not matter for the types below. Any other name is
-taken from `torch.optim`, and its arguments are checked when the optimizer is built. Common to all types in this list:
+`optimizer.params` depends on `optimizer.type`; upper and lower case do not matter. Besides the types below it may be one of
+{others} of `torch.optim`, whose arguments are checked when the optimizer is built. Any other name is an error that says the
+nearest; other elementwise optimizers are passed to `initialize()` as a class or an object. Common to all types below:
 """
 
 _SCHEDULES = """\
@@ -102,13 +106,17 @@ def render_reference() -> str:
         "## Training\n",
         _tables(_plain(name for name in ConfigView.model_fields if name not in BATCH_KEYS)),
         *_sections(),
-        _params("Optimizers", "optimizer", OPTIMIZER_PARAMS, _OPTIMIZERS),
+        _params("Optimizers", "optimizer", OPTIMIZER_PARAMS, _OPTIMIZERS.format(others=_named(TORCH_ELEMENTWISE))),
         _params("Schedules", "scheduler", SCHEDULER_PARAMS, _SCHEDULES),
         _removed(),
         _renamed(),
         _DIFFERENCES,
     ]
     return "\n".join(part for part in parts if part)
+
+
+def _named(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _plain(names: Iterable[str]) -> Mapping[str, FieldInfo]:

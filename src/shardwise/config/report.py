@@ -1,4 +1,5 @@
-"""What `shardwise doctor` prints about a configuration: what was understood, and from where each number came.
+"""What `shardwise doctor` prints about a configuration: what is wrong with it, or else what was understood, and from where each
+number came.
 
 Owns the layout of that text. Refuses to judge.
 """
@@ -15,7 +16,7 @@ from shardwise.config.batch import BATCH_KEYS
 from shardwise.config.fields import Section
 from shardwise.config.loading import Examination, examine
 from shardwise.config.model import ConfigView
-from shardwise.config.problems import dotted, show
+from shardwise.config.problems import dotted, raise_for, show
 from shardwise.config.sections import Optimizer, Scheduler
 from shardwise.config.source import Source
 from shardwise.errors import ConfigError
@@ -32,7 +33,7 @@ class Diagnosis:
 
 
 def doctor_report(source: Source, world_size: int = 1) -> str:
-    """Describe a configuration for a person: batch numbers and their origin, precision, values, inert keys, problems.
+    """Describe a configuration for a person: batch numbers and their origin, precision, values, inert keys; or its problems.
 
     Args:
         source: as for `load_config`.
@@ -42,11 +43,15 @@ def doctor_report(source: Source, world_size: int = 1) -> str:
 
 
 def diagnose(source: Source, world_size: int = 1) -> Diagnosis:
-    """The report together with whether `load_config` would accept the configuration."""
+    """The report together with whether `load_config` would accept the configuration.
+
+    A configuration with problems is described by them alone: they must not be looked for under what is right.
+    """
     try:
         examined = examine(source, world_size)
+        raise_for(examined.notes.problems, examined.text.name)
     except ConfigError as error:
-        return Diagnosis(f"Problems\n  - {error}\n", healthy=False)
+        return Diagnosis(f"{error}\n", healthy=False)
     blocks = [
         f"{examined.text.name}, resolved for {world_size} rank{'' if world_size == 1 else 's'}",
         _block("Batch", _table(_batch_rows(examined))),
@@ -54,9 +59,8 @@ def diagnose(source: Source, world_size: int = 1) -> Diagnosis:
         _block("Values given", _table(_value_rows(examined.view, set(examined.notes.inert)))),
         _block("Keys without effect here", examined.notes.inert),
         _block("Warnings", [f"- {line}" for line in examined.notes.warnings]),
-        _block("Problems", [f"- {problem.line()}" for problem in examined.notes.problems]),
     ]
-    return Diagnosis("\n\n".join(block for block in blocks if block) + "\n", not examined.notes.problems)
+    return Diagnosis("\n\n".join(block for block in blocks if block) + "\n", healthy=True)
 
 
 def _block(title: str, lines: list[str]) -> str:
@@ -73,7 +77,7 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
 
 def _batch_rows(examined: Examination) -> list[tuple[str, ...]]:
     if examined.batch is None:
-        return [(name, "unknown", "see the problems below") for name in BATCH_KEYS]
+        raise AssertionError("no problem was noted and the batch numbers are unknown")
     numbers = examined.batch.as_keys()
     return [(name, str(numbers[name]), examined.batch.origin[name]) for name in BATCH_KEYS]
 

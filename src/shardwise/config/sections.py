@@ -1,6 +1,5 @@
-"""The remaining sections that do something today, or that tune what does not exist here: checkpoints, recomputation, disk.
-
-Refuses to know how a checkpoint is written.
+"""The remaining sections: optimizer and schedule, and those that tune what does not exist here: checkpoints, recomputation,
+disk.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ __all__ = ["ActivationCheckpointing", "Aio", "Checkpoint", "Optimizer", "Schedul
 class Optimizer(Section):
     """The update rule."""
 
-    type: str = key(..., "Adam, AdamW, SGD, Adagrad, Lion, Lamb, or the name of a torch.optim class.", auto_is_error=True)
+    type: str = key(..., "Adam, AdamW, SGD, Adagrad, Lion, Lamb, or the name of another torch.optim class.", auto_is_error=True)
     params: dict[str, Any] = Field(
         default_factory=dict,
         description="Arguments of the update rule; the tables below list them.",
@@ -37,14 +36,14 @@ class Scheduler(Section):
 
 
 class Checkpoint(Section):
-    """How checkpoints are written and read."""
+    """Checkpoints of a training run; the section will have meaning once there are any."""
 
-    tag_validation: Annotated[Literal["WARN", "FAIL", "IGNORE"], Upper] = key(
+    tag_validation: Annotated[Literal["WARN", "FAIL", "IGNORE"], Upper] = inert(
         "WARN", "What to do when ranks were given different checkpoint tags."
     )
-    use_node_local_storage: bool = key(False, "Every node writes its part to its own disk.")
-    load_universal: bool = inert(False, "Every checkpoint is universal.")
-    writer: dict[str, Any] | None = key(None, "Settings of the checkpoint writer.")
+    use_node_local_storage: bool = inert(False, "Every node writes its part to its own disk.")
+    load_universal: bool = inert(False, "Every checkpoint will be universal.")
+    writer: dict[str, Any] | None = inert(None, "Settings of the checkpoint writer.")
 
 
 class ActivationCheckpointing(Section):

@@ -11,7 +11,7 @@ from shardwise.optim.loss_scale import LossScale
 from shardwise.optim.norm import BadGradient
 from shardwise.optim.optimizer import ShardedOptimizer
 from shardwise.optim.plan import OptimizerPlan, plan_groups
-from shardwise.optim.schedulers import GroupSchedule, adopt_scheduler, build_scheduler
+from shardwise.optim.schedulers import GroupSchedule, adopt_scheduler, build_scheduler, check_scheduler
 from shardwise.optim.shards import Piece, Shard
 from shardwise.optim.step import StepPath, StepReport
 
@@ -29,5 +29,6 @@ __all__ = [
     "StepSettings",
     "adopt_scheduler",
     "build_scheduler",
+    "check_scheduler",
     "plan_groups",
 ]

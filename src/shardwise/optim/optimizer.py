@@ -222,5 +222,6 @@ def check_group(group: dict[str, Any], number: int) -> dict[str, Any]:
     wrong: Any = next((param for param in params if not (isinstance(param, Tensor) and param.is_leaf)), None)
     if wrong is not None:
         what = "a tensor that was computed from others" if isinstance(wrong, Tensor) else type(wrong).__name__
-        raise OptimizerError(explain(f"parameter group {number} cannot be used", expected="parameters", found=what))
+        problem, do = f"parameter group {number} cannot be used", "pass model.parameters(), or some of them"
+        raise OptimizerError(explain(problem, expected="parameters", found=what, do=do))
     return group

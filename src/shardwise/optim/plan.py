@@ -23,7 +23,7 @@ from shardwise.optim.elementwise import check_elementwise, is_torch_elementwise,
 from shardwise.optim.lamb import LambDriver
 from shardwise.optim.optimizer import ShardedOptimizer, check_group
 from shardwise.optim.rules import AdagradRule, AdamRule, LionRule, Rule, SgdRule, check_options
-from shardwise.optim.section import read_section, reject_unknown, same_name
+from shardwise.optim.section import nearest_name, read_section, reject_unknown, same_name
 from shardwise.optim.shards import Shard
 from shardwise.optim.torch_adopt import TorchDriver
 
@@ -130,6 +130,16 @@ def plan_groups(
     if optimizer is not None and config_optimizer is not None:
         _log.info("the optimizer given in code is used; the configuration's 'optimizer' section is not")
     names = {id(param): name for name, param in reversed(named)}
+    given: Any = optimizer  # whatever the annotation says
+    if not (given is None or callable(given) or isinstance(given, Optimizer)):
+        raise OptimizerError(
+            explain(
+                "the optimizer cannot be used",
+                expected="a torch.optim.Optimizer, its class, or a function that makes one from the parameters",
+                found=type(given).__name__,
+                do="name an optimizer in the configuration, or pass optimizer=torch.optim.AdamW, for example",
+            )
+        )
     if isinstance(optimizer, Optimizer):
         return _adopt(optimizer, names)
     groups = _as_groups(model_parameters, named)
@@ -139,14 +149,6 @@ def plan_groups(
         return _from_config(config_optimizer, groups, names)
     if isinstance(optimizer, type):
         return _from_class(optimizer, groups, {}, names)
-    if not callable(optimizer):
-        raise OptimizerError(
-            explain(
-                "the optimizer cannot be used",
-                expected="a torch.optim.Optimizer, its class, or a function that makes one from the parameters",
-                found=type(optimizer).__name__,
-            )
-        )
     return _adopt(_made(optimizer(groups)), names)
 
 
@@ -202,13 +204,16 @@ def _from_config(section: Any, groups: list[dict[str, Any]], names: dict[int, st
     if rule is not None:
         decoupled = bool(params.pop("adam_w_mode", True))
         return _from_rule("AdamW" if rule == "Adam" and decoupled else rule, groups, _adam_params(rule, params), names)
-    known = same_name(kind, [name for name in dir(torch.optim) if isinstance(getattr(torch.optim, name), type)])
+    classes = [name for name in dir(torch.optim) if isinstance(getattr(torch.optim, name), type) and name != "Optimizer"]
+    known = same_name(kind, classes)
     if known is None:
+        usable = [*_BUILT_IN, *(name for name in classes if is_torch_elementwise(getattr(torch.optim, name)))]
+        usable = list(dict.fromkeys(usable))
         raise OptimizerError(
             explain(
                 f"optimizer type {kind!r} is not known",
-                expected=f"{', '.join(_BUILT_IN)}, or a class of torch.optim",
-                do="or give an optimizer object or class to initialize()",
+                expected=f"one of {', '.join(usable)}",
+                do=f"{nearest_name(kind, usable)}Any other optimizer can be passed to initialize() as a class or object",
             )
         )
     return _from_class(getattr(torch.optim, known), groups, params, names)

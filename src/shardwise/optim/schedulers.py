@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.errors import OptimizerError, explain
-from shardwise.optim.section import read_section, reject_unknown, same_name
+from shardwise.optim.section import nearest_name, read_section, reject_unknown, same_name
 from shardwise.schedules import OneCycle, RangeTest, Warmup, WarmupCosine, WarmupDecay, group_weights
 
-__all__ = ["GroupSchedule", "adopt_scheduler", "build_scheduler"]
+__all__ = ["GroupSchedule", "adopt_scheduler", "build_scheduler", "check_scheduler"]
 
 Curve = Callable[[int], float]
 """A value for the next step, given the number of steps taken."""
@@ -86,7 +86,11 @@ def build_scheduler(section: Any, optimizer: Optimizer) -> GroupSchedule:
     name = same_name(kind, _BUILDERS)
     if name is None:
         raise OptimizerError(
-            explain(f"scheduler type {kind!r} is not known", expected=", ".join(_BUILDERS), do="or give a scheduler object")
+            explain(
+                f"scheduler type {kind!r} is not known",
+                expected=f"one of {', '.join(_BUILDERS)}",
+                do=f"{nearest_name(kind, _BUILDERS)}Any other schedule can be passed to initialize() as an object",
+            )
         )
     build, known = _BUILDERS[name]
     reject_unknown(name, params, known)
@@ -102,14 +106,7 @@ def adopt_scheduler(scheduler: Any, optimizer: Optimizer) -> Any:
     made = scheduler
     if isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step")):
         made = scheduler(optimizer)
-    if not callable(getattr(made, "step", None)):
-        raise OptimizerError(
-            explain(
-                "the learning-rate scheduler cannot be used",
-                expected="an object with step(), or a function of the optimizer that makes one",
-                found=type(made).__name__,
-            )
-        )
+    check_scheduler(made, made=True)
     driven = getattr(made, "optimizer", None)
     groups: Any = getattr(driven, "param_groups", None)
     if groups is not None and not _same_groups(groups, optimizer.param_groups):
@@ -120,6 +117,28 @@ def adopt_scheduler(scheduler: Any, optimizer: Optimizer) -> Any:
             )
         )
     return made
+
+
+def check_scheduler(given: Any, *, made: bool = False) -> None:
+    """Refuse what is no schedule.
+
+    Args:
+        given: what the user gave; None is none at all.
+        made: it is what a function of the user's made.
+
+    Raises:
+        OptimizerError: it has no `step`, and is no function that could make something that has.
+    """
+    if callable(getattr(given, "step", None)) or (not made and (given is None or callable(given))):
+        return
+    raise OptimizerError(
+        explain(
+            "the learning-rate scheduler cannot be used",
+            expected="an object with step(), or a function of the optimizer that makes one",
+            found=type(given).__name__,
+            do="pass lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10), for example",
+        )
+    )
 
 
 def _same_groups(left: list[Any], right: list[Any]) -> bool:

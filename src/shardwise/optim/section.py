@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from shardwise.errors import OptimizerError, explain
 
-__all__ = ["read_section", "reject_unknown", "same_name"]
+__all__ = ["nearest_name", "read_section", "reject_unknown", "same_name"]
 
 
 def read_section(section: Any) -> tuple[str, dict[str, Any]]:
@@ -34,6 +34,13 @@ def _get(section: Any, key: str) -> Any:
 def same_name(name: str, known: Iterable[str]) -> str | None:
     """The known name that equals `name`, whatever its case."""
     return next((one for one in known if one.lower() == name.lower()), None)
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """A question that names the known name nearest to `name`, to begin the advice of an error with; empty if none is near."""
+    by_lower = {one.lower(): one for one in known}
+    near = get_close_matches(name.lower(), by_lower, n=1)
+    return f"did you mean {by_lower[near[0]]!r}? " if near else ""
 
 
 def reject_unknown(what: str, params: Mapping[str, Any], known: Iterable[str]) -> None:

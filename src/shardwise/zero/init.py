@@ -25,7 +25,7 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 
 from shardwise.comm import Comm, get_local_rank, get_rank, get_world_size, init_distributed
 from shardwise.config import init_view
-from shardwise.device import choose_device
+from shardwise.device import check_unshared, choose_device
 from shardwise.errors import ParameterError, UsageError, explain
 from shardwise.mesh import DataMesh
 from shardwise.policy import STAGES, Policy
@@ -111,7 +111,13 @@ class _Sharder:
         mesh = DataMesh.grid(rank, world, world)
         device = choose_device(get_local_rank(), world_size=world)
         policy = Policy(STAGES[3], persist_below=-1)
-        self._site = Site(Comm(mesh.data, share=device.type == "cpu"), mesh, policy, device, groups={}, provisional=True)
+        comm = Comm(mesh.data, share=device.type == "cpu")
+        try:
+            check_unshared(device, mesh.data.ranks, lambda own: comm.all_gather_object(own, mesh.data, "compare devices"))
+        except BaseException:
+            comm.close()
+            raise
+        self._site = Site(comm, mesh, policy, device, groups={}, provisional=True)
         self._tops: dict[int, nn.Module] = {}  # modules that own parameters; what is not sharded at the end is a top's
         self._lent: list[Unit] = []
         self._depth = 0
