@@ -99,7 +99,7 @@ class Engine(nn.Module):
             with context:
                 return self.module(*args, **kwargs)
         finally:
-            self._runtime.settle()
+            self._runtime.forward.settle()
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Compute gradients of a loss and add them to the accumulation window.
@@ -120,13 +120,13 @@ class Engine(nn.Module):
         """
         self._check_training()
         self._check_loss(loss)
-        self._runtime.finish_pass()
+        self._runtime.backward.finish()
         reduce = self._window.last_backward
         weight = self._window.add_backward(divide=scale_wrt_gas) * self._parts.scaler.scale
         # float(): a loss scale can be more than float16 holds
         weighted = loss if weight == 1.0 else loss.float() * weight
         try:
-            with self._runtime.backward(reduce=reduce):
+            with self._runtime.backward.announced(reduce=reduce):
                 weighted.backward(retain_graph=retain_graph)
         except BaseException:
             if self._window.backwards > 1:
@@ -160,9 +160,9 @@ class Engine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients. Does nothing between the micro-batches of a window, where a plain loop calls it after `step()`."""
-        self._runtime.finish_pass()
+        self._runtime.backward.finish()
         if self._window.since_step or not self._window.steps:
-            self._runtime.clear_gradients()
+            self._runtime.reducer.clear()
             steps = self._window.steps
             self._window.restart()
             self._window.steps = steps
@@ -173,13 +173,13 @@ class Engine(nn.Module):
 
         At stages 2 and 3 this keeps full gradients until then.
         """
-        self._runtime.finish_pass()
-        before, self._runtime.synchronize = self._runtime.synchronize, False
+        self._runtime.backward.finish()
+        before, self._runtime.backward.synchronize = self._runtime.backward.synchronize, False
         try:
             yield
         finally:
-            self._runtime.finish_pass()
-            self._runtime.synchronize = before
+            self._runtime.backward.finish()
+            self._runtime.backward.synchronize = before
 
     @contextmanager
     def inference(self) -> Generator[nn.Module]:
@@ -191,7 +191,7 @@ class Engine(nn.Module):
             UsageError: the whole model does not fit into the memory that is free on some rank.
         """
         self._check_open()
-        self._runtime.finish_pass()
+        self._runtime.backward.finish()
         self._check_room()
         training = self.module.training
         self._parts.comm.set_phase("inference")
@@ -270,7 +270,7 @@ class Engine(nn.Module):
         path = self._parts.step_path
         moments = path.driver.state_bytes() if path is not None else 0
         elements = sum(len(shard.master) for shard in self._parts.shards)
-        whole = sum(item.buffer.layout.total for item in self._runtime.gradients())
+        whole = sum(item.buffer.layout.total for item in self._runtime.reducer.gradients)
         report["optimizer"] = masters + moments
         report["unsharded_optimizer"] = unsharded_masters + (round(moments * whole / elements) if elements else 0)
         return report
@@ -365,16 +365,16 @@ class Engine(nn.Module):
 
     def gradient_buffers(self) -> list[Gradients]:
         """Gradients of all trainable buffers, complete but for what the step reduces."""
-        self._runtime.finish_pass()
-        return self._runtime.gradients()
+        self._runtime.backward.finish()
+        return self._runtime.reducer.gradients
 
     def has_gradient(self, parameter: int) -> bool:
         """Whether this rank delivered a gradient for a parameter in this window."""
-        return bool(self._runtime.delivered[parameter])
+        return bool(self._runtime.reducer.delivered[parameter])
 
     def mark_gradient(self, parameter: int) -> None:
         """Count a gradient that was set by hand as delivered."""
-        self._runtime.delivered[parameter] = 1
+        self._runtime.reducer.delivered[parameter] = 1
 
     def piece_state(self, parameter: int) -> dict[str, Any]:
         """Optimizer state of this rank's piece of a parameter, as views and numbers; empty if there is none."""
@@ -395,7 +395,7 @@ class Engine(nn.Module):
         path, optimizer = self._parts.step_path, self.optimizer
         if path is None or optimizer is None:
             raise UsageError(explain("step() without an optimizer", do="pass optimizer= or an optimizer section to initialize"))
-        self._runtime.finish_pass()
+        self._runtime.backward.finish()
         self.micro_steps += 1
         self._applied = False
         idle = not self._window.backwards
@@ -404,7 +404,7 @@ class Engine(nn.Module):
         if idle:
             log.warning("step() without a backward since the last one: nothing is updated")
         used = self._runtime.finish_window()
-        for shard, gradients in zip(self._parts.shards, self._runtime.gradients(), strict=True):
+        for shard, gradients in zip(self._parts.shards, self._runtime.reducer.gradients, strict=True):
             shard.grad = gradients.shard
         report = path.run(optimizer.param_groups, self._denominator(), used, describe=self._name_culprit)
         self._grad_norm = report.grad_norm
@@ -425,7 +425,7 @@ class Engine(nn.Module):
         self.skipped_steps += not self._applied
         for shard in self._parts.shards:
             shard.grad = None
-        self._runtime.clear_gradients()
+        self._runtime.reducer.clear()
         self._window.restart()
         every = self._parts.config.steps_per_print
         if every and self.global_steps % every == 0 and self._parts.mesh.data.index == 0:
@@ -434,7 +434,7 @@ class Engine(nn.Module):
 
     def _name_culprit(self, bad: BadGradient) -> str:
         """Which parameter, and whose micro-batch: the step path knows only who holds the sum."""
-        ranks = self._runtime.contributors(bad.index)
+        ranks = self._runtime.reducer.contributors(bad.index)
         kind = "NaN" if bad.nan else "Inf"
         moves = bad.nan and self._parts.policy.stage.release is Release.USE
         hint = " (released weights read as NaN: was one read outside of the model's forward?)" if moves else ""

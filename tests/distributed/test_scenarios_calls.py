@@ -103,8 +103,11 @@ def minus(after: dict[str, int], before: dict[str, int]) -> dict[str, int]:
 
 
 def sizes(runtime: Any) -> dict[str, int]:
-    """Lengths of all containers of the object that follows the order of modules."""
-    return {name: len(value) for name, value in vars(runtime).items() if hasattr(value, "__len__")}
+    """Lengths of all containers of the object that follows the order of modules, and of its parts."""
+    parts = {type(runtime).__name__: runtime}
+    parts |= {name: value for name, value in vars(runtime).items() if type(value).__module__.startswith("shardwise.zero")}
+    found = {f"{part}.{name}": value for part, owner in parts.items() for name, value in vars(owner).items()}
+    return {name: len(value) for name, value in found.items() if hasattr(value, "__len__")}
 
 
 @ranks(2)
