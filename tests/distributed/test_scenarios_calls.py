@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from shardwise import Engine
+from shardwise.engine import trainer_of
 from tests.distributed.scenario_support import (
     STAGES,
     Net,
@@ -87,7 +88,7 @@ def test_nothing_grows_over_many_evaluations() -> None:
                 after = engine.counters()
                 assert after["resident"] == before["resident"]
                 traffic.append([minus(after[key], before[key]) for key in ("calls", "bytes")])
-                booked.append(sizes(engine._runtime))
+                booked.append(sizes(trainer_of(engine).parts.runtime))
                 if len(booked) in (10, 50):
                     gc.collect()
                     alive.append(len(gc.get_objects()))
