@@ -20,7 +20,7 @@ from shardwise.errors import ParameterError, UsageError, explain
 from shardwise.zero import Gradients, Home, as_storage, homes
 
 if TYPE_CHECKING:
-    from shardwise.engine import Engine
+    from shardwise.trainer import Trainer
 
 __all__ = [
     "safe_get_full_fp32_param",
@@ -67,31 +67,31 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
     home = _home(param)
     if home is None or not home.buffer.trainable:
         return None
-    engine, gradients, position = _engine(home), _gradients(home), _position(home)
+    trainer, gradients, position = _trainer(home), _gradients(home), _position(home)
     reduced = gradients.shard
     total = _assemble(home, lambda piece: torch.empty(0) if reduced is None else reduced[piece.first : piece.last], flat=True)
     # What this rank has not reduced yet, and whether it has anything at all, summed over ranks in one collective.
     local = torch.zeros(total.numel() + 1, dtype=total.dtype, device=total.device)
     mine = gradients.contribution(position)
     if mine is not None:
-        local[:-1] = mine.reshape(-1).to(local.dtype) / engine.gradient_predivide
-    local[-1] = float(engine.has_gradient(home.member.index))
+        local[:-1] = mine.reshape(-1).to(local.dtype) / trainer.gradient_predivide
+    local[-1] = float(trainer.has_gradient(home.member.index))
     home.unit.comm.all_reduce(local, home.unit.data, f"gradient of {home.name}").wait()
     if not local[-1].item():
         return None
-    return _shaped(home, (total + local[:-1]) * (1.0 / engine.gradient_divisor))
+    return _shaped(home, (total + local[:-1]) * (1.0 / trainer.gradient_divisor))
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     """Replace the gradient that the next step will see (averaged, unscaled). Collective, with equal values on all ranks."""
     home = _required(param, trainable=True)
-    engine, gradients, position = _engine(home), _gradients(home), _position(home)
-    flat = _flat(home, value) * engine.gradient_divisor
-    engine.mark_gradient(home.member.index)
+    trainer, gradients, position = _trainer(home), _gradients(home), _position(home)
+    flat = _flat(home, value) * trainer.gradient_divisor
+    trainer.mark_gradient(home.member.index)
     waiting = gradients.contribution(position)
     if gradients.shard is None:
         # Nothing was reduced yet: the first data rank contributes all of it, and the others nothing.
-        share = flat * (engine.gradient_predivide if home.unit.data.index == 0 else 0.0)
+        share = flat * (trainer.gradient_predivide if home.unit.data.index == 0 else 0.0)
         if waiting is None:
             gradients.deliver(position, _shaped(home, share))
         else:
@@ -152,7 +152,7 @@ def safe_get_local_grad(param: Tensor) -> Tensor | None:
     if home is None or not home.buffer.trainable:
         return None
     reduced = _gradients(home).shard
-    return None if reduced is None else _local(home, reduced) * (1.0 / _engine(home).gradient_divisor)
+    return None if reduced is None else _local(home, reduced) * (1.0 / _trainer(home).gradient_divisor)
 
 
 def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
@@ -171,7 +171,7 @@ def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
             )
         )
     for piece, part in _own(home, value):
-        reduced[piece.first : piece.last] = part.to(reduced.dtype) * _engine(home).gradient_divisor
+        reduced[piece.first : piece.last] = part.to(reduced.dtype) * _trainer(home).gradient_divisor
 
 
 def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
@@ -206,15 +206,15 @@ def _required(param: Tensor, *, trainable: bool = False) -> Home:
     return home
 
 
-def _engine(home: Home) -> Engine:
-    engine = home.unit.owner() if home.unit.owner is not None else None
-    if engine is None:
+def _trainer(home: Home) -> Trainer:
+    trainer = home.unit.owner() if home.unit.owner is not None else None
+    if trainer is None:
         raise UsageError(explain(f"the engine that trained {home.name!r} is gone"))
-    return engine
+    return trainer
 
 
 def _gradients(home: Home) -> Gradients:
-    return next(item for item in _engine(home).gradient_buffers() if item.buffer is home.buffer)
+    return next(item for item in _trainer(home).gradients() if item.buffer is home.buffer)
 
 
 def _position(home: Home) -> int:
@@ -297,12 +297,12 @@ def _write_weights(home: Home, parts: list[tuple[Piece, Tensor]]) -> None:
 
 
 def _weights_changed(home: Home) -> None:
-    _engine(home).weights_edited(home.unit)
+    _trainer(home).weights_edited(home.unit)
 
 
 def _state(home: Home, key: str) -> Tensor | None:
     """This rank's piece of a state, as a view; None where there is none."""
-    found = _engine(home).piece_state(home.member.index).get(key)
+    found = _trainer(home).piece_state(home.member.index).get(key)
     return found if isinstance(found, Tensor) and found.dim() == 1 else None
 
 

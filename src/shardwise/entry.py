@@ -23,7 +23,7 @@ from shardwise.comm import Comm, get_local_rank, get_rank, get_world_size, init_
 from shardwise.config import Config, load_config
 from shardwise.data import build_loader
 from shardwise.device import check_unshared, choose_device, use_device
-from shardwise.engine import Engine, Parts
+from shardwise.engine import Engine, trainer_of
 from shardwise.errors import ConfigError, DivergenceError, ParameterError, ShardwiseError, UsageError, explain
 from shardwise.mesh import DataMesh
 from shardwise.optim import (
@@ -40,6 +40,7 @@ from shardwise.optim import (
     plan_groups,
 )
 from shardwise.settings import make_policy, share_memory, show_log, state_dtype
+from shardwise.trainer import Parts, Trainer
 from shardwise.zero import Runtime, Site, Unit, build_units, check_parameters
 
 __all__ = ["initialize"]
@@ -215,11 +216,11 @@ def _assemble(
     scaler = LossScale.from_config(config.fp16)
     units = [unit for unit, _ in built]
     shards = _make_shards(units)
-    holder: list[weakref.ref[Engine]] = []
+    holder: list[weakref.ref[Trainer]] = []
 
     def reduce_now() -> bool:
-        engine = holder[0]()
-        return engine is not None and engine.unannounced_backward()
+        trainer = holder[0]()
+        return trainer is not None and trainer.begin_plain_backward()
 
     runtime = Runtime(built, comm, mesh.data, policy, reduce_now)
     path = None
@@ -244,15 +245,15 @@ def _assemble(
             return total
 
         path = StepPath(shards, plan.driver(shards), step_settings, sum_over(mesh.data), sum_over(mesh.shard), scaler)
-    engine = Engine(Parts(model, config, policy, mesh, comm, device, runtime, tuple(shards), path, scaler, loader))
-    holder.append(weakref.ref(engine))
+    optimizer = None if plan is None else plan.optimizer
+    trainer = Trainer(Parts(model, config, policy, mesh, comm, device, runtime, tuple(shards), path, optimizer, scaler, loader))
+    holder.append(weakref.ref(trainer))
     for unit in units:
         unit.owner = holder[0]
-    if plan is not None and path is not None:
+    if optimizer is not None and path is not None:
         by_name = {member.name: member.parameter for member in runtime.parameters}
-        plan.optimizer.bind(path, by_name, engine.plain_step, engine.zero_grad)
-        engine.optimizer = plan.optimizer
-    return engine
+        optimizer.bind(path, by_name, trainer.step, trainer.zero_grad)
+    return Engine(trainer)
 
 
 def _make_shards(units: list[Unit]) -> list[Shard]:
@@ -302,7 +303,7 @@ def _announce(engine: Engine, config: Config) -> None:
         engine.zero_optimization_stage(),
         get_world_size(),
         engine.device,
-        len(engine.module_units()),
+        len(trainer_of(engine).parts.runtime.units),
         clipping,
     )
     if config.dump_state:

@@ -16,7 +16,7 @@ from torch.nn.utils.parametrizations import weight_norm as normed
 from shardwise import zero
 from shardwise.errors import ParameterError
 from shardwise.zero import GatheredParameters
-from tests.distributed.zero_support import check, engine_for, own, same
+from tests.distributed.zero_support import check, engine_for, own, same, units_of
 from tests.harness import ranks
 from tests.models import Batch
 
@@ -338,7 +338,7 @@ def test_units_named_by_the_user() -> None:
         check(own(Encoder, 4, 4), stages=(3,), zero_optimization=_with_units(units))
     model = encoder()
     with engine_for(model, 3, zero_optimization={"units": ["blocks.1", "head"]}) as engine:
-        assert engine.module_units() == ["<root>", "blocks.1", "head"]
+        assert units_of(engine) == ["<root>", "blocks.1", "head"]
     with (
         pytest.raises(ParameterError, match=r"zero_optimization\.units names 'Blok'"),
         engine_for(encoder(), 3, zero_optimization={"units": ["Blok"]}),
@@ -365,7 +365,7 @@ def test_units_by_hugging_faces_attribute() -> None:
     torch.manual_seed(4)
     model = Marked()
     with engine_for(model, 3) as engine:
-        assert engine.module_units() == ["<root>", "blocks.0", "blocks.1"]
+        assert units_of(engine) == ["<root>", "blocks.0", "blocks.1"]
         assert torch.equal(engine(torch.ones(1, 4)), encoder()(torch.ones(1, 4)))
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from shardwise import Engine
+from shardwise.engine import trainer_of
 from tests.distributed.scenario_support import (
     STAGES,
     Net,
@@ -87,7 +88,7 @@ def test_nothing_grows_over_many_evaluations() -> None:
                 after = engine.counters()
                 assert after["resident"] == before["resident"]
                 traffic.append([minus(after[key], before[key]) for key in ("calls", "bytes")])
-                booked.append(sizes(engine._runtime))
+                booked.append(sizes(trainer_of(engine).parts.runtime))
                 if len(booked) in (10, 50):
                     gc.collect()
                     alive.append(len(gc.get_objects()))
@@ -103,8 +104,11 @@ def minus(after: dict[str, int], before: dict[str, int]) -> dict[str, int]:
 
 
 def sizes(runtime: Any) -> dict[str, int]:
-    """Lengths of all containers of the object that follows the order of modules."""
-    return {name: len(value) for name, value in vars(runtime).items() if hasattr(value, "__len__")}
+    """Lengths of all containers of the object that follows the order of modules, and of its parts."""
+    parts = {type(runtime).__name__: runtime}
+    parts |= {name: value for name, value in vars(runtime).items() if type(value).__module__.startswith("shardwise.zero")}
+    found = {f"{part}.{name}": value for part, owner in parts.items() for name, value in vars(owner).items()}
+    return {name: len(value) for name, value in found.items() if hasattr(value, "__len__")}
 
 
 @ranks(2)

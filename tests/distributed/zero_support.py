@@ -17,10 +17,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.engine import Engine, trainer_of
 from tests.models import Batch, Case
 from tests.reference import Recipe, Record, Way, compare, compare_bits, train_sharded
 
-__all__ = ["Own", "agree", "check", "config", "engine_for", "everywhere", "own", "problems_of", "raises", "same", "vectors"]
+__all__ = [
+    "Own",
+    "agree",
+    "check",
+    "config",
+    "engine_for",
+    "everywhere",
+    "own",
+    "problems_of",
+    "raises",
+    "same",
+    "units_of",
+    "vectors",
+]
 
 STAGES = (0, 1, 2, 3)
 
@@ -136,6 +150,11 @@ def engine_for(model: nn.Module, stage: int, precision: str = "fp32", **changes:
         engine, *_ = shardwise.initialize(model=model, config={**made, **changes})
     with engine:
         yield engine
+
+
+def units_of(engine: Engine) -> list[str]:
+    """Names of the modules that are gathered as one."""
+    return [unit.name for unit in trainer_of(engine).parts.runtime.units]
 
 
 # ---- comparisons

@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 import shardwise
 from shardwise import Engine
+from shardwise.engine import trainer_of
 
 
 class Reader(nn.Module):
@@ -98,6 +99,27 @@ def test_attributes_of_the_model_are_those_of_the_engine() -> None:
         assert {id(parameter) for parameter in engine.parameters()} == {id(p) for p in engine.module.parameters()}
 
 
+def test_an_engine_takes_no_other_names_from_its_model() -> None:
+    """Every public name of an engine hides the model's, so that a new one is a decision."""
+    with start() as engine:
+        names = {name for name in {*dir(type(engine)), *vars(engine)} if not name.startswith("_")}
+        methods = """backward counters destroy get_global_grad_norm get_lr gradient_accumulation_steps inference
+            is_gradient_accumulation_boundary memory_report no_sync scale set_gradient_accumulation_boundary step
+            train_batch_size train_micro_batch_size_per_gpu was_step_applied zero_optimization_stage"""
+        values = """config device global_samples global_steps loss_scale lr_scheduler micro_steps optimizer skipped_steps
+            training_dataloader"""
+        assert names - set(dir(nn.Module())) == {*methods.split(), *values.split()}
+
+
+def test_counters_can_be_set() -> None:
+    """As after loading a checkpoint of one's own."""
+    with start() as engine:
+        engine.global_steps, engine.micro_steps = 10, 20
+        engine.step()
+        assert (engine.global_steps, engine.micro_steps) == (10, 21)
+        assert engine.global_samples == 0
+
+
 def test_train_and_eval_reach_the_model() -> None:
     with start() as engine:
         assert engine.eval() is engine
@@ -107,7 +129,11 @@ def test_train_and_eval_reach_the_model() -> None:
         assert engine.module.second.training
 
 
-def test_the_units_of_a_model_are_told() -> None:
+def units_of(engine: Engine) -> list[str]:
+    return [unit.name for unit in trainer_of(engine).parts.runtime.units]
+
+
+def test_units_are_found_or_named() -> None:
     class Deep(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -120,10 +146,10 @@ def test_the_units_of_a_model_are_told() -> None:
 
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
     with shardwise.initialize(model=Deep(), config=config)[0] as engine:
-        assert engine.module_units() == ["<root>", "blocks.0", "blocks.1", "blocks.2"]
+        assert units_of(engine) == ["<root>", "blocks.0", "blocks.1", "blocks.2"]
     config["zero_optimization"]["units"] = ["blocks.1"]
     with shardwise.initialize(model=Deep(), config=config)[0] as engine:
-        assert engine.module_units() == ["<root>", "blocks.1"]
+        assert units_of(engine) == ["<root>", "blocks.1"]
 
 
 def test_a_loader_is_made_from_training_data() -> None:

@@ -213,15 +213,11 @@ class Comm:
         self._line(axis)
         return (self._local if axis.size == 1 else self._transport).allocate(spec, self)
 
-<<<<<<< HEAD
     def scratch(self, numel: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
         """A 1-D tensor of zeros, to be summed over ranks: the transport reads it with the least copying."""
         return self._transport.scratch(numel, dtype, torch.device(device))
 
-    def close(self) -> None:
-=======
     def close(self, note: str = "") -> None:
->>>>>>> wt-b
         """Give back the process groups made here and leave the side channel. Closing again does nothing.
 
         Args:

@@ -33,14 +33,10 @@ class Report:
     failure: str = ""
     """The kind of error it stopped with."""
     text: str = ""
-<<<<<<< HEAD
-    """The message of that error."""
+    """The message of that error; or, of a rank that has closed, when it did ("after 12 steps")."""
     trail: list[str] = field(default_factory=list[str])
     """What it asked for from number `begins` of `lane` on, where histories are to be compared."""
     begins: int = 0
-=======
-    """The message of that error; or, of a rank that has closed, when it did ("after 12 steps")."""
->>>>>>> wt-b
 
     @classmethod
     def parse(cls, rank: int, message: str) -> Report:
