@@ -1,15 +1,20 @@
-"""The example from the command line, with a tiny model: launched in every way, at every stage, in every precision."""
+"""The example with a tiny model: launched in every way, at every stage, in every precision."""
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+from examples import train_gpt
+
+from tests.harness import run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "train_gpt.py"
@@ -41,7 +46,19 @@ def run(*words: str | Path) -> str:
 
 
 def sharded(*options: str) -> str:
-    return run(command("shardwise"), "run", "--nproc", "2", EXAMPLE, *TINY, *options)
+    """What rank 0 prints, of two ranks that were started before."""
+    return run_on_ranks(2, main_of_the_example, options)[0]
+
+
+def main_of_the_example(options: tuple[str, ...]) -> str:
+    before = sys.argv
+    sys.argv = [str(EXAMPLE), *TINY, *options]
+    try:
+        with redirect_stdout(io.StringIO()) as out:
+            train_gpt.main()
+    finally:
+        sys.argv = before
+    return out.getvalue()
 
 
 def losses(output: str) -> tuple[float, float]:
@@ -56,6 +73,15 @@ def held(output: str, row: str) -> tuple[float, ...]:
     line = next(line for line in output.splitlines() if line.startswith(row))
     scale = {"B": 1e-6, "kB": 1e-3, "MB": 1.0, "GB": 1e3}
     return tuple(float(number) * scale[unit] for number, unit in re.findall(r"([\d.]+) (\w*B)\b", line))
+
+
+def test_launched_from_the_command_line() -> None:
+    """The same losses as in the workers of the tests; and progress in a log is plain lines."""
+    output = run(command("shardwise"), "run", "--nproc", "2", EXAMPLE, *TINY[:-1])
+    assert losses(output) == losses(sharded())
+    lines = [line for line in output.splitlines() if line.startswith("step ")]
+    assert lines[-1].startswith("step 4/4  loss ")
+    assert "\x1b" not in output
 
 
 def test_stages_agree() -> None:
@@ -85,6 +111,7 @@ def test_accumulation_gives_the_loss_of_one_large_batch() -> None:
     assert large == pytest.approx(small, abs=2e-3)
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_example_too() -> None:
     output = run(command("torchrun"), "--standalone", "--nproc-per-node", "2", EXAMPLE, *TINY)
     assert losses(output) == losses(sharded())
@@ -95,10 +122,3 @@ def test_plain_python_is_a_world_of_one() -> None:
     before, after = losses(output)
     assert after < before - 0.1
     assert "memory of 1 rank " in output
-
-
-def test_progress_in_a_log_is_plain_lines() -> None:
-    output = run(command("shardwise"), "run", "--nproc", "2", EXAMPLE, *TINY[:-1])
-    lines = [line for line in output.splitlines() if line.startswith("step ")]
-    assert lines[-1].startswith("step 4/4  loss ")
-    assert "\x1b" not in output
