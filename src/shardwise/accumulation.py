@@ -95,7 +95,12 @@ class Window:
             self.steps += 1
         return boundary
 
+    def forget_backwards(self) -> None:
+        """The gradients of this window are dropped; its calls of `step()` still count."""
+        self.backwards = self.since_step = 0
+        self.divided = None
+
     def restart(self) -> None:
         """A new window begins."""
-        self.steps = self.backwards = self.since_step = 0
-        self.divided = None
+        self.forget_backwards()
+        self.steps = 0

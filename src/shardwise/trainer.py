@@ -177,9 +177,7 @@ class Trainer:
         self.parts.runtime.backward.finish()
         if self.window.since_step or not self.window.steps:
             self.parts.runtime.reducer.clear()
-            steps = self.window.steps
-            self.window.restart()
-            self.window.steps = steps
+            self.window.forget_backwards()
 
     def learning_rates(self) -> list[float]:
         """Of each parameter group."""

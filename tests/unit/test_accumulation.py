@@ -84,6 +84,17 @@ def test_a_forced_boundary_outlives_the_window() -> None:
     assert not window.at_boundary
 
 
+def test_forgotten_backwards_leave_the_count_of_steps() -> None:
+    window = Window(3)
+    window.add_backward(divide=True)
+    assert not window.add_step()
+    window.add_backward(divide=True)
+    window.forget_backwards()
+    assert (window.steps, window.backwards, window.since_step, window.divided) == (1, 0, 0, None)
+    assert not window.add_step()
+    assert window.add_step(), "the third call, as if nothing had been forgotten"
+
+
 def test_unmanaged_every_step_is_the_boundary_and_no_backward_is_known_to_be_the_last() -> None:
     window = Window(4, managed=False)
     assert window.at_boundary

@@ -152,6 +152,28 @@ def test_an_initialize_that_fails_leaves_the_model_alone() -> None:
         engine.step()
 
 
+def test_an_initialize_that_fails_late_leaves_no_hooks() -> None:
+    """When parameters lie in buffers already: at the optimizer's state, and at the user's function for a schedule."""
+    narrow = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": False}}
+
+    def refuse(optimizer: torch.optim.Optimizer) -> Any:
+        raise LookupError("no schedule today")
+
+    late: list[tuple[type[Exception], dict[str, Any]]] = [
+        (OptimizerError, {"optimizer": torch.optim.NAdam, "config": {**CONFIG, **narrow}}),
+        (LookupError, {"optimizer": sgd, "config": CONFIG, "lr_scheduler": refuse}),
+    ]
+    for error, arguments in late:
+        net = model()
+        with pytest.raises(error):
+            shardwise.initialize(model=net, **arguments)
+        assert not any(vars(module)[key] for module in net.modules() for key in vars(module) if key.endswith("_hooks"))
+        assert not any(p._post_accumulate_grad_hooks for p in net.parameters())
+        with start(net.float()) as engine:
+            engine.backward(engine(torch.ones(2, 4)).sum())
+            engine.step()
+
+
 class Overlapping(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ Refuses to know optimizers, losses, batches and checkpoints. Users need three na
 
 from shardwise.zero.buffer import Buffer, Member, as_storage
 from shardwise.zero.build import Site, build_units, check_parameters
-from shardwise.zero.discovery import leaf_modules
+from shardwise.zero.discovery import UnitPlan, leaf_modules
 from shardwise.zero.external import register_external_parameter, unregister_external_parameter
 from shardwise.zero.gathered import DiscardedEditWarning, GatheredParameters, commit
 from shardwise.zero.gradients import Gradients
@@ -28,6 +28,7 @@ __all__ = [
     "Runtime",
     "Site",
     "Unit",
+    "UnitPlan",
     "as_storage",
     "build_units",
     "check_parameters",

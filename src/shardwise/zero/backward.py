@@ -48,30 +48,21 @@ class Backward:
         reducer: sums gradients.
         comm: is told the phase.
         every: whether gradients are reduced in every pass, not only in the last one of an accumulation.
-        reduce_now: asked when a backward begins that nobody announced: whether it is the last of its accumulation. May raise.
     """
 
-    def __init__(
-        self,
-        traffics: Sequence[Traffic],
-        order: Order,
-        reducer: Reducer,
-        comm: Comm,
-        *,
-        every: bool,
-        reduce_now: Callable[[], bool],
-    ) -> None:
+    def __init__(self, traffics: Sequence[Traffic], order: Order, reducer: Reducer, comm: Comm, *, every: bool) -> None:
         self.current: BackwardPass | None = None
         """The pass under way."""
         self.synchronize = True
         """False inside `no_sync()`: gradients are only collected."""
+        self.reduce_now: Callable[[], bool] = lambda: False
+        """Asked when a pass begins that nobody announced: whether it is the last of its accumulation. May raise."""
         self._traffics = traffics
         self._root = traffics[0]
         self._order = order
         self._reducer = reducer
         self._comm = comm
         self._every = every
-        self._reduce_now = reduce_now
         self._twice: set[Traffic] = set()  # units whose backward was recorded itself (create_graph), until the next step
         self._inlets: list[Inlet] = []
 
@@ -160,7 +151,7 @@ class Backward:
         traffic = use.traffic
         if traffic is self._root and use in traffic.running:
             self.finish_unannounced()  # the plain `loss.backward()` that ran this graph before is over
-        current = self.current or self._open(self._reduce_now(), explicit=False)
+        current = self.current or self._open(self.reduce_now(), explicit=False)
         if torch.is_grad_enabled():  # create_graph: a later backward will go through this one
             self._twice.add(traffic)
         traffic.begin(use)
@@ -197,7 +188,7 @@ class Backward:
             return
         parameter.grad = None
         if self.current is None:
-            self._open(self._reduce_now(), explicit=False)
+            self._open(self.reduce_now(), explicit=False)
         traffic, gradients, position, number = self._inlets[inlet]
         gradients.deliver(position, gradient)
         traffic.delivered.add(number)

@@ -50,7 +50,6 @@ class Runtime:
         comm: collectives.
         data: the axis over which samples differ.
         policy: the rules.
-        reduce_now: asked when a backward begins that nobody announced: whether it is the last of its accumulation. May raise.
 
     Attributes:
         units: all units, the root first.
@@ -58,14 +57,7 @@ class Runtime:
         forward, backward, reducer: the parts that the engine steers.
     """
 
-    def __init__(
-        self,
-        units: Sequence[tuple[Unit, UnitPlan]],
-        comm: Comm,
-        data: Axis,
-        policy: Policy,
-        reduce_now: Callable[[], bool],
-    ) -> None:
+    def __init__(self, units: Sequence[tuple[Unit, UnitPlan]], comm: Comm, data: Axis, policy: Policy) -> None:
         pool = GradientPool(comm)
         self.units = [unit for unit, _ in units]
         self.parameters = [member for unit in self.units for buffer in unit.buffers for member in buffer.members]
@@ -77,7 +69,7 @@ class Runtime:
         self._order = Order(traffics, policy.prefetch_elements)
         self._saved = SavedWeights(self._order)
         self.reducer = Reducer(traffics, pool, comm, data)
-        self.backward = Backward(traffics, self._order, self.reducer, comm, every=self._every, reduce_now=reduce_now)
+        self.backward = Backward(traffics, self._order, self.reducer, comm, every=self._every)
         self.forward = Forward(self._traffics, self._order, self._saved, self.backward, comm)
         self._handles: list[Any] = []
         for (unit, plan), traffic in zip(units, traffics, strict=True):
