@@ -43,6 +43,7 @@ from shardwise.zero.hooks import Hook
 from shardwise.zero.traffic import BackwardPass, Traffic, Use
 from shardwise.zero.trees import find_tensors, map_direct
 from shardwise.zero.unit import State, Unit
+from shardwise.zero.writes import Writes
 
 __all__ = ["Runtime"]
 
@@ -104,6 +105,7 @@ class Runtime:
         self._data = data
         self._policy = policy
         self._reduce_now = reduce_now
+        self._writes = Writes(self.units, comm, data)
         self._pool = GradientPool(comm)
         self._addresses: dict[int, Unit] = {}
         self._by_unit = {unit: self._traffic(unit) for unit in self.units}
@@ -487,6 +489,9 @@ class Runtime:
 
         Returns:
             for each parameter, whether any rank has a gradient for it in this accumulation window.
+
+        Raises:
+            ParameterError: a parameter was given other data, or was written in place differently on different ranks.
         """
         self.finish_pass()
         for unit in self.units:
@@ -496,9 +501,10 @@ class Runtime:
         self._comm.set_phase("step")
         pending = [any(gradients.pending for gradients in traffic.gradients) for traffic in self._order]
         flags = torch.tensor([*self.delivered, *pending], dtype=torch.int32, device=self._root_device())
+        self._writes.announce(flags)
         self._comm.all_reduce(flags, self._data, "agree on gradients").wait()
         counts: Any = flags
-        agreed: list[bool] = [count > 0 for count in counts.tolist()]
+        agreed: list[bool] = [count > 0 for count in self._writes.take_over(counts.tolist())]
         for traffic, due in zip(self._order, agreed[len(self.parameters) :], strict=True):
             if due:
                 self._launch(traffic)
@@ -519,6 +525,7 @@ class Runtime:
         Args:
             units: those that were; None for all that an optimizer updates, and only what it updates in them.
         """
+        written = self._writes.found()  # by somebody else, before
         changed = [unit for unit in self.units if any(b.trainable for b in unit.buffers)] if units is None else list(units)
         for unit in changed:
             self._by_unit[unit].forget_graphs()
@@ -527,6 +534,7 @@ class Runtime:
         for handle in handles:
             handle.wait()
         increment_version([member.parameter for _, buffer in resident for member in buffer.members])
+        self._writes.note(but=written)
         self._twice.clear()
         for unit in changed:
             unit.changed()
