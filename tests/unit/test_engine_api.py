@@ -15,7 +15,11 @@ from torch.utils.data import TensorDataset
 
 import shardwise
 from shardwise import Engine
+<<<<<<< HEAD
 from shardwise.engine import trainer_of
+=======
+from shardwise.utils import safe_get_full_fp32_param
+>>>>>>> wt-b
 
 
 class Reader(nn.Module):
@@ -51,6 +55,22 @@ def start(stage: int = 3, **changes: Any) -> Engine:
 def micro_step(engine: Engine) -> None:
     engine.backward(F.mse_loss(engine(torch.ones(2, 4)), torch.zeros(2, 2)))
     engine.step()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_weights_written_in_place_reach_the_master_weights(stage: int) -> None:
+    """A world of one keeps them whole at every stage."""
+    with start(stage, gradient_accumulation_steps=1, bf16={"enabled": True}) as engine:
+        weight = engine.module.second.weight
+        with torch.no_grad():
+            weight[0] = 4.0
+        engine.backward(engine(torch.zeros(2, 4, dtype=torch.bfloat16)).float().sum() * 0.0)
+        engine.step()
+        assert engine.was_step_applied()
+        master = safe_get_full_fp32_param(weight)
+        assert master is not None
+        assert master[0].tolist() == [4.0] * 4
+        assert weight[0].tolist() == [4.0] * 4
 
 
 @pytest.mark.parametrize("stage", range(4))
