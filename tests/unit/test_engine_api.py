@@ -15,11 +15,8 @@ from torch.utils.data import TensorDataset
 
 import shardwise
 from shardwise import Engine
-<<<<<<< HEAD
 from shardwise.engine import trainer_of
-=======
 from shardwise.utils import safe_get_full_fp32_param
->>>>>>> wt-b
 
 
 class Reader(nn.Module):

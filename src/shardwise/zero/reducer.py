@@ -18,6 +18,7 @@ from shardwise.errors import UsageError
 from shardwise.mesh import Axis
 from shardwise.zero.gradients import GradientPool, Reduction
 from shardwise.zero.traffic import BackwardPass, Traffic
+from shardwise.zero.writes import Writes
 
 __all__ = ["Reducer"]
 
@@ -62,17 +63,24 @@ class Reducer:
         while self._flying:
             self._flying.popleft().finish()
 
-    def complete(self) -> list[bool]:
+    def complete(self, writes: Writes) -> list[bool]:
         """Reduce what any rank still has to be reduced, so that the shards of all gradients are complete. Collective.
+
+        Args:
+            writes: by users; they are agreed on in the same message.
 
         Returns:
             for each parameter, whether any rank has a gradient for it in this accumulation window.
+
+        Raises:
+            ParameterError: weights were written differently on different ranks.
         """
         pending = [any(gradients.pending for gradients in traffic.gradients) for traffic in self._order]
         flags = torch.tensor([*self.delivered, *pending], dtype=torch.int32, device=self._device)
+        writes.announce(flags)
         self._comm.all_reduce(flags, self._data, "agree on gradients").wait()
         counts: Any = flags
-        agreed: list[bool] = [count > 0 for count in counts.tolist()]
+        agreed = [count > 0 for count in writes.take_over(counts.tolist())]
         for traffic, due in zip(self._order, agreed[len(self.delivered) :], strict=True):
             if due:
                 self._launch(traffic)

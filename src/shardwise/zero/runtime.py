@@ -32,19 +32,13 @@ from shardwise.zero.footprint import footprint, missing_bytes
 from shardwise.zero.forward import Forward
 from shardwise.zero.gradients import GradientPool, Gradients
 from shardwise.zero.hooks import Hook
-<<<<<<< HEAD
 from shardwise.zero.order import Order
 from shardwise.zero.reducer import Reducer
 from shardwise.zero.saved import SavedWeights
 from shardwise.zero.state_dict import check_registered, take_over, warn_of_placeholders
 from shardwise.zero.traffic import Traffic
 from shardwise.zero.unit import Unit
-=======
-from shardwise.zero.traffic import BackwardPass, Traffic, Use
-from shardwise.zero.trees import find_tensors, map_direct
-from shardwise.zero.unit import State, Unit
 from shardwise.zero.writes import Writes
->>>>>>> wt-b
 
 __all__ = ["Runtime"]
 
@@ -68,20 +62,8 @@ class Runtime:
         pool = GradientPool(comm)
         self.units = [unit for unit, _ in units]
         self.parameters = [member for unit in self.units for buffer in unit.buffers for member in buffer.members]
-<<<<<<< HEAD
         self._traffics = {unit: _traffic(unit, comm, pool, policy.precision) for unit in self.units}
-=======
-        self.delivered = bytearray(len(self.parameters))  # which parameters got a gradient in this accumulation window
-        self.synchronize = True  # False inside no_sync(): gradients are only collected
-        self._comm = comm
-        self._data = data
-        self._policy = policy
-        self._reduce_now = reduce_now
         self._writes = Writes(self.units, comm, data)
-        self._pool = GradientPool(comm)
-        self._addresses: dict[int, Unit] = {}
-        self._by_unit = {unit: self._traffic(unit) for unit in self.units}
->>>>>>> wt-b
         self._modules = [plan.module for _, plan in units]
         self._every = policy.stage.reduce is Reduce.EVERY
         self._comm = comm
@@ -148,29 +130,7 @@ class Runtime:
                 if buffer.resident:
                     buffer.check_bound()
         self._comm.set_phase("step")
-<<<<<<< HEAD
-        return self.reducer.complete()
-=======
-        pending = [any(gradients.pending for gradients in traffic.gradients) for traffic in self._order]
-        flags = torch.tensor([*self.delivered, *pending], dtype=torch.int32, device=self._root_device())
-        self._writes.announce(flags)
-        self._comm.all_reduce(flags, self._data, "agree on gradients").wait()
-        counts: Any = flags
-        agreed: list[bool] = [count > 0 for count in self._writes.take_over(counts.tolist())]
-        for traffic, due in zip(self._order, agreed[len(self.parameters) :], strict=True):
-            if due:
-                self._launch(traffic)
-        self._drain()
-        return agreed[: len(self.parameters)]
-
-    def clear_gradients(self) -> None:
-        """Forget all gradients of this accumulation window."""
-        self._drain()
-        self.delivered = bytearray(len(self.parameters))
-        for traffic in self._order:
-            for gradients in traffic.gradients:
-                gradients.clear()
->>>>>>> wt-b
+        return self.reducer.complete(self._writes)
 
     def weights_changed(self, units: Sequence[Unit] | None = None) -> None:
         """The shards were updated: refresh the gathered copies that stay, and outdate all graphs recorded before.
@@ -189,12 +149,8 @@ class Runtime:
         for handle in handles:
             handle.wait()
         increment_version([member.parameter for _, buffer in resident for member in buffer.members])
-<<<<<<< HEAD
-        self.backward.forget_recorded()
-=======
         self._writes.note(but=written)
-        self._twice.clear()
->>>>>>> wt-b
+        self.backward.forget_recorded()
         for unit in changed:
             unit.changed()
         self._order.release_all()
