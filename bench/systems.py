@@ -238,7 +238,7 @@ def _shardwise(stage: int, transport: str | None, task: Task, model: nn.Module) 
     return _Shardwise(engine)
 
 
-_HOW = "make peers, or: DS_BUILD_OPS=0 pip install -c constraints.txt --no-build-isolation setuptools 'shardwise[bench]'"
+_HOW = "`make peers` installs it (the bench extra; it needs setuptools and DS_BUILD_OPS=0, see the Makefile)"
 _SHARDWISE = ("shardwise", "shardwise.entry")
 # The last two are imported when an engine is made, and bring in the whole of torch's compiler.
 _DEEPSPEED = (
