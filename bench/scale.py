@@ -36,7 +36,7 @@ from shardwise.policy import Policy, Reduce
 from shardwise.settings import make_policy
 from shardwise.zero import Buffer, Site, Unit, build_units
 
-__all__ = ["Footprint", "footprint", "main", "replay"]
+__all__ = ["Footprint", "describe", "footprint", "main", "replay"]
 
 _META = torch.device("meta")
 _MOMENTS = 2
@@ -231,8 +231,8 @@ def _bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """Print a table for each stage."""
+def describe(words: Sequence[str] | None = None) -> str:
+    """A table for each stage, as the command line asks."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -249,12 +249,18 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.error("--ranks are 2 or more")
     shape = Shape(args.vocabulary, args.width, args.layers, args.heads)
     first = footprint(shape, args.context, 3, 2, args.precision)
-    print(
-        f"GPT of {first.elements / 1e9:.2f} billion parameters ({args.layers} blocks of width {args.width}), {args.precision}; "
+    size = f"{first.elements / 1e9:.2f} billion" if first.elements >= 1e8 else f"{first.elements / 1e6:.1f} million"
+    head = (
+        f"GPT of {size} parameters ({args.layers} blocks of width {args.width}), {args.precision}; "
         f"the largest unit takes {_bytes(first.largest_unit)} when it is gathered"
     )
-    for stage in args.stages:
-        print(f"\nstage {stage}\n{_table(shape, args.context, stage, args.ranks, args.precision)}")
+    tables = [f"stage {stage}\n{_table(shape, args.context, stage, args.ranks, args.precision)}" for stage in args.stages]
+    return "\n\n".join([head, *tables])
+
+
+def main() -> None:
+    """Print what the command line asks for."""
+    print(describe())
 
 
 if __name__ == "__main__":

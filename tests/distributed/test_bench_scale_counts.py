@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-import shardwise
 from bench.cases import Shape
 from bench.gpt import GPT
 from bench.scale import footprint
+
+import shardwise
 from shardwise.comm import difference
 from tests.harness import ranks
 

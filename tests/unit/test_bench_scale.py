@@ -2,8 +2,8 @@
 
 With Psi parameters of p bytes, gradients of g bytes and K bytes of optimizer state each, a rank of N holds
     (p + g + K) Psi;   (p + g) Psi + K Psi / N;   p Psi + (g + K) Psi / N;   (p + g + K) Psi / N
-at stages 0 to 3, and sends 2 Psi elements in a step, 3 Psi at stage 3. What comes on top here: at stage 1 the shard that gets the
-sum, at stage 3 the parameters below the persistence threshold, and padding, which is bounded.
+at stages 0 to 3, and sends 2 Psi elements in a step, 3 Psi at stage 3. What comes on top here: at stage 1 the shard that gets
+the sum, at stage 3 the parameters below the persistence threshold, and padding, which is bounded.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import pytest
-
 from bench import scale
 from bench.cases import Shape
 from bench.scale import Footprint, footprint
@@ -114,11 +113,9 @@ def test_memory_falls_with_ranks_as_far_as_the_stage_shards(stage: int) -> None:
         assert used == [floor] * 3
 
 
-def test_it_prints_a_table_for_each_stage(capsys: pytest.CaptureFixture[str]) -> None:
-    scale.main(
-        ["--width", "64", "--layers", "2", "--heads", "4", "--vocabulary", "256", "--context", "16", "--ranks", "8", "4096"]
-    )
-    printed = capsys.readouterr().out
-    assert printed.startswith("GPT of 0.00 billion parameters (2 blocks of width 64), bf16")
-    assert [line for line in printed.splitlines() if line.startswith("stage")] == [f"stage {n}" for n in range(4)]
-    assert printed.count("\n4096 ") == 4
+def test_it_prints_a_table_for_each_stage() -> None:
+    small = ["--width", "64", "--layers", "2", "--heads", "4", "--vocabulary", "256", "--context", "16"]
+    lines = scale.describe([*small, "--ranks", "8", "4096"]).splitlines()
+    assert lines[0].startswith("GPT of 0.1 million parameters (2 blocks of width 64), bf16")
+    assert [line for line in lines if line.startswith("stage")] == [f"stage {n}" for n in range(4)]
+    assert sum(line.startswith("4096 ") for line in lines) == 4
