@@ -25,8 +25,8 @@ first of them on your machine; read times as ratios within one table, as they de
 All systems train on the same data with AdamW and gradients clipped to norm 1, on the CPU, one process per rank and one thread
 per process. They take turns in an order that rotates. The losses of every row must be those of plain PyTorch over the same
 samples, or the run fails. The single process takes the micro-batch of one rank: it shows what a step costs where nothing is
-shared. Memory is the most that one rank, or all ranks together with shared pages counted once, held beyond their imports. "Sent"
-counts each collective as its full tensor, whatever carries it. `python -m bench.compare --help` says the rest.
+shared. Memory is the most that one rank, or all ranks together with shared pages counted once, held beyond their imports.
+"Sent" counts each collective as its full tensor, whatever carries it. `python -m bench.compare --help` says the rest.
 """
 
 SCALE = """## Thousands of ranks
