@@ -15,7 +15,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c const
 RANKS = $(shell $(BIN)/python -c "import torch; print(torch.accelerator.device_count() or 2)")
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format docs bench clean distclean
+.PHONY: help demo test lint format docs bench peers clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,8 +39,12 @@ format: $(VENV)/.installed-dev ## Bring the code into its style
 docs: $(VENV)/.installed-dev ## Check the documentation: links hold, code blocks run
 	$(BIN)/python -m pytest tests/unit/test_docs.py -v
 
-bench: $(VENV)/.installed-dev ## Time a step beside plain PyTorch, DDP and FSDP2 (about 2 minutes)
-	$(BIN)/python -m bench.step $(ARGS)
+bench: $(VENV)/.installed ## Time a step beside PyTorch, DDP, FSDP2 and DeepSpeed if it is there (about 2 minutes)
+	$(BIN)/python -m bench.compare --case comm --world 2 --rounds 3 $(ARGS)
+
+peers: $(VENV)/.installed ## Install DeepSpeed, for bench
+	$(PIP_INSTALL) setuptools
+	DS_BUILD_OPS=0 $(PIP_INSTALL) --no-build-isolation -e ".[bench]"
 
 clean: ## Remove caches and build products
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
