@@ -25,6 +25,7 @@ def test_a_real_step_sends_what_the_dry_run_counts(stage: int, precision: str) -
         "bf16": {"enabled": precision == "bf16"},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": stage},
+        "transport": "gloo",  # as between machines
     }
     engine, *_ = shardwise.initialize(model=GPT(SHAPE, CONTEXT), config=config)
     text = torch.arange(CONTEXT + 1).unsqueeze(0)
