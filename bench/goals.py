@@ -82,6 +82,6 @@ def judge(run: Run) -> list[Verdict]:
         if goal.case == task.case.name
     ]
     row = run.row("shardwise-3")
-    verdicts.append(Verdict("import shardwise after import torch", IMPORT_GOAL_S, run.import_s, " s"))
+    verdicts.append(Verdict("from shardwise import initialize, after import torch", IMPORT_GOAL_S, run.import_s, " s"))
     verdicts.append(Verdict("shardwise-3, initialize", INIT_GOAL_S, None if row is None else row.init_s, " s"))
     return verdicts

@@ -85,7 +85,7 @@ class Run:
         machine: what it ran on: processor, cores, versions.
         reference: losses of plain PyTorch over the micro-batches of all ranks.
         tolerance: how far losses may differ from them, relatively.
-        import_s: what `import shardwise` takes beyond `import torch`.
+        import_s: what `from shardwise import initialize` takes beyond `import torch`.
     """
 
     task: Task
