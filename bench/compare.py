@@ -13,6 +13,7 @@ What the columns say:
   memory, rank      most that one rank held beyond its imports, pages it shares with others included
   memory, all       most that all ranks held together beyond their imports, shared pages counted once (sampled)
   sent, messages    a step's collectives on one rank, each counted as its full tensor, whatever carries it
+  by                who carried them: gloo through torch.distributed, or memory that the ranks share
   loss              after the first turn; must be that of plain PyTorch over the micro-batches of all ranks, or the run fails
 In bf16 also: up to the end of the backward, from there to the end of the step, and for how long collectives were under way.
 
@@ -154,6 +155,8 @@ class Turns:
             row.counted_by = "torch's dispatcher" if first.counted is None else "its counters"
             row.messages = sum(calls for calls, _ in row.by_kind.values())
             row.payload = sum(total for _, total in row.by_kind.values())
+            through_torch = sum(total for _, total in first.dispatched.values())
+            row.carrier = "gloo" if 2 * through_torch >= row.payload else "shared memory"
         spans = [each.in_flight for each in found if each.in_flight is not None]
         row.in_flight_s = statistics.mean(spans) if spans else None
 

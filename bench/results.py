@@ -36,9 +36,10 @@ class Row:
         payload: bytes of a step's collectives on one rank, each counted as its full tensor.
         by_kind: calls and bytes by kind of collective.
         counted_by: who counted them.
+        carrier: "gloo", or "shared memory" where most of the bytes do not pass torch.distributed.
         in_flight_s: for how long in a step some collective of gloo was under way, waiting for others included.
         losses: mean over ranks at each step, from the first on.
-        turns: how many of its turns began with new processes.
+        fresh: how many of its turns began with new processes.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Row:
     payload: int | None = None
     by_kind: dict[str, tuple[int, int]] = field(default_factory=dict[str, "tuple[int, int]"])
     counted_by: str = ""
+    carrier: str = ""
     in_flight_s: float | None = None
     losses: list[float] = field(default_factory=list[float])
     fresh: int = 0

@@ -18,7 +18,7 @@ PEERS = ("single", "ddp", "zero-redundancy", "fsdp2", "deepspeed-0", "deepspeed-
 def headings(run: Run) -> list[str]:
     """Columns of `measured_rows`."""
     parts = ["backward", "update", "in flight"] if run.task.precision == "bf16" else []
-    names = ["median", "fastest", *parts, "first step", "init", "memory, rank", "memory, all", "sent", "messages", "loss"]
+    names = ["median", "fastest", *parts, "first step", "init", "memory, rank", "memory, all", "sent", "messages", "by", "loss"]
     return ["system", *names]
 
 
@@ -37,7 +37,7 @@ def _measured(row: Row, run: Run) -> list[str]:
         loss = f"{run.reference[-1]:.5f}"
     cells = [_ms(median), _ms(row.minimum_s), *parts, _ms(row.first_step_s), _ms(row.init_s)]
     cells += [_mb(row.peak_rank), _mb(row.peak_all), _mb(row.payload), "-" if row.messages is None else str(row.messages)]
-    return [row.title, *cells, loss]
+    return [row.title, *cells, row.carrier or "-", loss]
 
 
 def ratio_rows(run: Run) -> list[list[str]]:

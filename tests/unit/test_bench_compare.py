@@ -204,4 +204,6 @@ def test_two_ranks_agree_with_plain_pytorch(capfd: pytest.CaptureFixture[str], t
     assert ours.losses == pytest.approx(run.reference, rel=1e-5)
     assert ddp.by_kind == {"allreduce_": (1, 4 * run.task.parameters)}
     assert ours.counted_by == "its counters"
+    assert ddp.carrier == "gloo"
+    assert ours.carrier in ("gloo", "shared memory")
     assert ours.payload and ddp.in_flight_s
