@@ -10,12 +10,14 @@ import json
 import os
 import select
 import socket
+import struct
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -24,9 +26,10 @@ from shardwise.comm.transport import NO_TAG, Link
 from shardwise.errors import PeerLostError, StallError, explain
 from shardwise.mesh import Axis
 
-__all__ = ["Channel", "ChannelGone", "StoreChannel", "introduce", "machine_name"]
+__all__ = ["Ballot", "BoardChannel", "Channel", "ChannelGone", "StoreChannel", "introduce", "machine_name"]
 
 _dist: Any = dist  # its stubs do not export the stores
+_FRAME = struct.Struct("<II")  # length and checksum of what a rank says in shared memory
 _CARD = 1024  # bytes in which a rank introduces itself
 _PIECE = 4 << 20  # bytes of a value that travel in one message
 
@@ -36,11 +39,16 @@ class ChannelGone(Exception):  # noqa: N818 - an event, caught by the guard, not
 
 
 class Channel(Protocol):
-    """What the guard needs. Every method but `gone` and `close` raises ChannelGone once the channel is gone."""
+    """What the guard needs. `tell` and `hear` raise ChannelGone once the channel is gone."""
 
     @property
     def host(self) -> int:
-        """The rank whose process the channel lives in: it goes when that process goes."""
+        """The rank whose process the channel lives in: it goes when that process goes. -1 if it lives in all of them."""
+        ...
+
+    @property
+    def ballot(self) -> Ballot | None:
+        """Where ranks agree before they start anything; None if every link finds out by itself whether they did."""
         ...
 
     def tell(self, rank: int, message: str) -> None:
@@ -50,6 +58,18 @@ class Channel(Protocol):
     def hear(self, ranks: Iterable[int]) -> list[str]:
         """What each of `ranks` last said; empty if it never said anything."""
         ...
+
+    def gone(self, ranks: Iterable[int]) -> list[int]:
+        """Those of `ranks` whose process is known to have ended. A rank on another machine is never known."""
+        ...
+
+    def close(self) -> None:
+        """Leave; the host's process ends the channel with it."""
+        ...
+
+
+class Ballot(Protocol):
+    """Counters and values that ranks share. Every method raises ChannelGone once the channel is gone."""
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter that starts at 0; returns its new value."""
@@ -67,13 +87,54 @@ class Channel(Protocol):
         """Drop a counter or a value that no rank will ask for again."""
         ...
 
+
+class BoardChannel:
+    """A channel through shared memory: each rank has a stretch of it, into which it alone writes what it says.
+
+    What is read while it is being written does not fit its checksum, and is read again.
+
+    Args:
+        axis: the ranks.
+        boxes: their stretches, in axis order.
+        pids: their processes.
+    """
+
+    host = -1
+    ballot = None
+
+    def __init__(self, axis: Axis, boxes: Sequence[Any], pids: Sequence[int]) -> None:
+        self._boxes = dict(zip(axis.ranks, boxes, strict=True))
+        others = {rank: pid for rank, pid in zip(axis.ranks, pids, strict=True) if rank != axis.rank}
+        self._processes = _watch_processes(others)
+
+    def tell(self, rank: int, message: str) -> None:
+        """See `Channel.tell`. A message that is too long is not said."""
+        data, box = message.encode(), self._boxes[rank]
+        if len(data) <= len(box) - _FRAME.size:
+            box[: _FRAME.size + len(data)] = _FRAME.pack(len(data), crc32(data)) + data
+
+    def hear(self, ranks: Iterable[int]) -> list[str]:
+        """See `Channel.hear`."""
+        return [self._read(self._boxes[rank]) for rank in ranks]
+
     def gone(self, ranks: Iterable[int]) -> list[int]:
-        """Those of `ranks` whose process is known to have ended. A rank on another machine is never known."""
-        ...
+        """See `Channel.gone`."""
+        return _ended(self._processes, ranks)
 
     def close(self) -> None:
-        """Leave; the host's process ends the channel with it."""
-        ...
+        """See `Channel.close`."""
+        processes, self._processes = self._processes, {}
+        for descriptor in processes.values():
+            os.close(descriptor)
+
+    def _read(self, box: Any) -> str:
+        limit = time.monotonic() + 1.0  # a rank that is killed while it speaks has said nothing
+        while time.monotonic() < limit:
+            length, checksum = _FRAME.unpack(box[: _FRAME.size])
+            data = box[_FRAME.size : _FRAME.size + length]
+            if len(data) == length and crc32(data) == checksum:
+                return data.decode()
+        return ""
 
 
 class StoreChannel:
@@ -102,8 +163,13 @@ class StoreChannel:
         if not serving:
             here = cards[0]["machine"] == mine["machine"]
             self._store = _connect(["127.0.0.1"] if here else cards[0]["addresses"], cards[0]["port"])
+        neighbours = {
+            rank: card["pid"]
+            for rank, card in zip(axis.ranks, cards, strict=True)
+            if rank != axis.rank and card["machine"] == mine["machine"]
+        }
         try:
-            self._processes = _watch_processes(axis, cards)
+            self._processes = _watch_processes(neighbours)
             self.tell(axis.rank, "")
             self.add("present", 1)
             self._await_everyone(axis, patience_s)
@@ -123,11 +189,11 @@ class StoreChannel:
         return [value.decode() for value in self._call("multi_get", [f"rank/{rank}" for rank in ranks])]
 
     def add(self, key: str, amount: int) -> int:
-        """See `Channel.add`."""
+        """See `Ballot.add`."""
         return int(self._call("add", key, amount))
 
     def put(self, key: str, value: bytes) -> None:
-        """See `Channel.put`."""
+        """See `Ballot.put`."""
         # The store refuses messages over 8 MiB, so a value is a row of pieces that starts with the number of pieces to come.
         pieces = [value[start : start + _PIECE] for start in range(0, max(1, len(value)), _PIECE)]
         for number in range(len(pieces) - 1, 0, -1):
@@ -135,13 +201,13 @@ class StoreChannel:
         self._call("set", key, (len(pieces) - 1).to_bytes(4, "big") + pieces[0])
 
     def fetch(self, key: str) -> bytes:
-        """See `Channel.fetch`."""
+        """See `Ballot.fetch`."""
         [head] = self._call("multi_get", [key])
         more = [self._call("get", f"{key}#{number + 1}") for number in range(int.from_bytes(head[:4], "big"))]
         return b"".join([head[4:], *more])
 
     def forget(self, key: str) -> None:
-        """See `Channel.forget`."""
+        """See `Ballot.forget`."""
         number = 1
         self._call("delete_key", key)
         while self._call("delete_key", f"{key}#{number}"):
@@ -149,13 +215,12 @@ class StoreChannel:
 
     def gone(self, ranks: Iterable[int]) -> list[int]:
         """See `Channel.gone`."""
-        watched = {self._processes[rank]: rank for rank in ranks if rank in self._processes}
-        if not watched:
-            return []
-        poller = select.poll()
-        for descriptor in watched:
-            poller.register(descriptor, select.POLLIN)  # a process's descriptor becomes readable when it ends
-        return sorted(watched[descriptor] for descriptor, _ in poller.poll(0))
+        return _ended(self._processes, ranks)
+
+    @property
+    def ballot(self) -> Ballot:
+        """The store itself."""
+        return self
 
     def close(self) -> None:
         """See `Channel.close`."""
@@ -255,12 +320,21 @@ def _addresses() -> list[str]:
     return [*dict.fromkeys(address for address in found if not address.startswith("127.")), name][:8]
 
 
-def _watch_processes(axis: Axis, cards: Sequence[dict[str, Any]]) -> dict[int, int]:
-    """A descriptor per other rank on this machine; none where the system has no such thing."""
+def _watch_processes(pids: dict[int, int]) -> dict[int, int]:
+    """A descriptor for each rank's process; none where the system has no such thing."""
     descriptors: dict[int, int] = {}
     if hasattr(os, "pidfd_open"):
-        for rank, card in zip(axis.ranks, cards, strict=True):
-            if rank != axis.rank and card["machine"] == machine_name():
-                with suppress(OSError):
-                    descriptors[rank] = os.pidfd_open(card["pid"])
+        for rank, pid in pids.items():
+            with suppress(OSError):
+                descriptors[rank] = os.pidfd_open(pid)
     return descriptors
+
+
+def _ended(descriptors: dict[int, int], ranks: Iterable[int]) -> list[int]:
+    watched = {descriptors[rank]: rank for rank in ranks if rank in descriptors}
+    if not watched:
+        return []
+    poller = select.poll()
+    for descriptor in watched:
+        poller.register(descriptor, select.POLLIN)  # a process's descriptor becomes readable when it ends
+    return sorted(watched[descriptor] for descriptor, _ in poller.poll(0))

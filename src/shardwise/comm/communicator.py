@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.channel import StoreChannel
+from shardwise.comm.channel import Channel, StoreChannel
 from shardwise.comm.events import Event
 from shardwise.comm.guard import Guard, Lane
 from shardwise.comm.handle import DONE, Handle
@@ -106,7 +106,7 @@ class Comm:
         self._transport = transport
         if transport.guarded:
             try:
-                channel = StoreChannel(data, transport.connect(data), transport.device, watchdog_s)
+                channel = _open_channel(data, transport, watchdog_s)
             except BaseException:
                 transport.abandon()
                 raise
@@ -187,8 +187,27 @@ class Comm:
             self._count(axis, event)
         if line.lane is None or self._guard is None:
             return [obj] * axis.size
-        payloads = self._guard.exchange(line.lane, event, pickle.dumps(obj))
-        return [pickle.loads(payload) for payload in payloads]
+        payload = pickle.dumps(obj)
+        exchange = self._exchange if line.link.checks else self._guard.exchange
+        return [pickle.loads(each) for each in exchange(line.lane, event, payload)]
+
+    def _exchange(self, lane: Lane, event: Event, payload: bytes) -> list[bytes]:
+        """Every rank's bytes, through a link that compares what is asked for."""
+        assert self._guard is not None
+        axis = lane.axis
+        link = self._line(axis).link
+        sequence = self._guard.before(lane, event)
+        tag = Tag(sequence, lane.digest)
+        lengths = torch.empty(axis.size, dtype=torch.int64)
+        own = torch.tensor([len(payload)])
+        self._guard.watch(link.all_gather(lengths, own, tag), lane, sequence)
+        sizes: list[int] = [int(length) for length in lengths]
+        rows = torch.empty((axis.size, max(sizes)), dtype=torch.uint8)
+        mine = torch.zeros(max(sizes), dtype=torch.uint8)
+        mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        self._guard.watch(link.all_gather(rows.view(-1), mine, tag), lane, sequence)
+        everyone: Any = rows
+        return [everyone[index, :size].numpy().tobytes() for index, size in enumerate(sizes)]
 
     def barrier(self, axis: Axis, name: str) -> None:
         """Return once every rank of the axis has come here."""
@@ -247,7 +266,8 @@ class Comm:
         if self._guard is None:
             return _Line(self._transport.connect(axis), None)
         lane = self._guard.lane(axis)
-        if axis.ranks != self._data.ranks and not lane.follower.count:  # connecting may wait for the others, unguarded
+        # Connecting may wait for the others, unguarded.
+        if self._guard.can_agree and axis.ranks != self._data.ranks and not lane.follower.count:
             self._guard.before(lane, Event("", "connect", axis.name), agree=True)
         link = self._transport.connect(axis)
         lane.checked = link.checks
@@ -281,6 +301,12 @@ class Comm:
     def _count(self, axis: Axis, event: Event) -> None:
         itemsize = event.dtype.itemsize if event.dtype is not None else 0
         self.ledger.count(event.kind, axis.name, event.elements * itemsize)
+
+
+def _open_channel(data: Axis, transport: Transport, watchdog_s: float) -> Channel:
+    link = transport.connect(data)
+    shared = transport.channel(data) if isinstance(transport, SharedTransport) else None
+    return shared or StoreChannel(data, link, transport.device, watchdog_s)
 
 
 def _choose_transport(

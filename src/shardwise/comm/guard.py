@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import NoReturn
 from zlib import crc32
 
-from shardwise.comm.channel import Channel, ChannelGone
+from shardwise.comm.channel import Ballot, Channel, ChannelGone
 from shardwise.comm.events import Event, Follower, digest_of
 from shardwise.comm.reports import Report, first_difference, tell_apart
 from shardwise.comm.transport import Flight, Mismatch
@@ -125,6 +125,11 @@ class Guard:
             self._lanes[axis.ranks] = self._by_key[made.key] = made
         return self._lanes[axis.ranks]
 
+    @property
+    def can_agree(self) -> bool:
+        """Whether ranks can agree before they start anything; without it, all links must check by themselves."""
+        return self._channel.ballot is not None
+
     def before(self, lane: Lane, event: Event, *, agree: bool = False) -> int:
         """Return once this rank may start `event`; the result is the event's number on the lane.
 
@@ -193,9 +198,9 @@ class Guard:
         payloads: list[bytes] = []
 
         def meet() -> None:
-            self._channel.put(mine, payload)
+            self._ballot.put(mine, payload)
             self._agree(lane, event)
-            payloads.extend(self._channel.fetch(key) for key in keys)
+            payloads.extend(self._ballot.fetch(key) for key in keys)
             self._say(lane, lane.agreed, "runs")
 
         self._reach(meet)
@@ -230,10 +235,18 @@ class Guard:
         """Leave the channel without a word, as soon as no rank is still reading what was agreed on. Never raises."""
         try:
             if not self.failure:
+                for lane in self._by_key.values():
+                    self._say(lane, lane.follower.count - 1, "runs")
                 self._linger(lambda report: report.state != "silent" and self._is_through(report))
         except ChannelGone:
             pass
         self._channel.close()
+
+    @property
+    def _ballot(self) -> Ballot:
+        ballot = self._channel.ballot
+        assert ballot is not None, "every lane is checked by its link"
+        return ballot
 
     # What follows runs only when there is something to ask, to wait for, or to complain about.
 
@@ -245,7 +258,7 @@ class Guard:
         self._say(lane, sequence, "asks")
         started = looked = time.monotonic()
         pause = 0.0
-        total = self._channel.add(key, amount)
+        total = self._ballot.add(key, amount)
         while total // _COUNT < size:
             time.sleep(pause)
             pause = min(2 * pause + 0.0001, 0.01)
@@ -255,7 +268,7 @@ class Guard:
                 looked = now
             if now - started > self._watchdog_s:
                 self._stalled(lane, sequence, f"{self._watchdog_s:g} s")
-            total = self._channel.add(key, 0)
+            total = self._ballot.add(key, 0)
         if total != size * amount:
             self.diverged(lane, sequence)
         lane.asking = None
@@ -263,7 +276,7 @@ class Guard:
         lane.follower.append(event)
         # All ranks have come this far, so none will look again at what an earlier agreement left.
         for old in lane.litter:
-            self._channel.forget(old)
+            self._ballot.forget(old)
         lane.litter = [key] if lane.axis.index == 0 else []
 
     def _look(self, lane: Lane, sequence: int, state: str) -> None:

@@ -32,11 +32,12 @@ from shardwise.comm.transport import Flight, Mismatch, Tag
 from shardwise.errors import UsageError, explain
 from shardwise.mesh import Axis
 
-__all__ = ["SharedLink", "board_bytes"]
+__all__ = ["SharedLink", "board_bytes", "mailbox"]
 
 _RING = 4  # slots of a board: how far a rank may be ahead of the slowest
 _PAYLOAD = 1 << 19  # bytes of a slot; two of them fit into the cache of one core
 _HEADER = 64
+_MAILBOX = 1 << 17  # bytes at the end of a board, for what a rank says of itself
 _WORDS = _HEADER // 8
 _BLOCK = 1 << 17  # elements that are summed at once: they stay in the cache between two operands
 _IN_PLACE = 1 << 14  # bytes below which copying is cheaper than looking where a tensor lies
@@ -46,7 +47,12 @@ _NAP_S = 100e-6
 
 def board_bytes(size: int) -> int:
     """Length of one rank's board on an axis of `size` ranks."""
-    return 2 * size * SEMAPHORE_BYTES + _RING * (_HEADER + _PAYLOAD)
+    return 2 * size * SEMAPHORE_BYTES + _RING * (_HEADER + _PAYLOAD) + _MAILBOX
+
+
+def mailbox(board: Segment) -> Any:
+    """The bytes at the end of a board that are no part of the protocol, as a ctypes array."""
+    return (ctypes.c_char * _MAILBOX).from_address(board.address + board.card.nbytes - _MAILBOX)
 
 
 class _Slot(NamedTuple):
@@ -114,7 +120,7 @@ class SharedLink:
 
     def __init__(self, axis: Axis, boards: Sequence[Segment], registry: dict[int, SegmentCard]) -> None:
         self._size, self._me = axis.size, axis.index
-        self._boards = tuple(boards)
+        self.boards = tuple(boards)
         self._registry = registry
         self._attached: dict[tuple[int, int], Segment] = {}
         self._slots = [[_slot(board, axis.size, number) for board in boards] for number in range(_RING)]
@@ -339,7 +345,7 @@ class SharedLink:
 
     def _semaphore(self, owner: int, sender: int, row: int = 0) -> Semaphore:
         """One on `owner`'s board that `sender` raises."""
-        return Semaphore(self._boards[owner].address + (row * self._size + sender) * SEMAPHORE_BYTES, fresh=False)
+        return Semaphore(self.boards[owner].address + (row * self._size + sender) * SEMAPHORE_BYTES, fresh=False)
 
 
 class _Gate:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.channel import introduce, machine_name
+from shardwise.comm.channel import BoardChannel, introduce, machine_name
 from shardwise.comm.handle import DONE, Handle
 from shardwise.comm.segments import Segment, SegmentCard
-from shardwise.comm.shared_link import SharedLink, board_bytes
+from shardwise.comm.shared_link import SharedLink, board_bytes, mailbox
 from shardwise.comm.torch_transport import TorchTransport
 from shardwise.comm.transport import Crew, Link, ShardedStorage, Storage, StorageSpec
 from shardwise.errors import UsageError, explain
@@ -96,6 +96,13 @@ class SharedTransport:
             self._links[axis.ranks] = self._share(axis) if here else None
         return self._links[axis.ranks] or self._base.connect(axis)
 
+    def channel(self, data: Axis) -> BoardChannel | None:
+        """A side channel through the boards of all ranks; None where they share no memory."""
+        link = self._links.get(data.ranks)
+        if link is None:
+            return None
+        return BoardChannel(data, [mailbox(board) for board in link.boards], [board.card.pid for board in link.boards])
+
     def allocate(self, spec: StorageSpec, crew: Crew) -> Storage:
         """Shared storage, but for what stays gathered: users may write to that, each rank for itself."""
         link = self._links.get(spec.axis.ranks)
@@ -147,7 +154,7 @@ class SharedTransport:
             board.close()
         if not trouble:
             return SharedLink(axis, boards, self._registry)
-        if self._required:
+        if self._required or self._links:  # where all ranks share, so that they need no ballot, a part of them must too
             raise _cannot(explain("memory cannot be shared", found=trouble))
         if axis.index == 0:
             log.warning("ranks of one machine exchange bytes by sockets, as memory cannot be shared: %s", trouble)
