@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,12 @@ from tests.harness import ranks
 LIMIT_S = 10.0
 
 
-def start(**options: float) -> tuple[Comm, Axis]:
+SHARE = pytest.mark.parametrize(
+    "share", [pytest.param(True, id="shared memory"), pytest.param(False, id="sockets", marks=pytest.mark.slow)]
+)
+
+
+def start(**options: Any) -> tuple[Comm, Axis]:
     axis = Axis("data", tuple(range(dist.get_world_size())), dist.get_rank())
     return Comm(axis, **options), axis
 
@@ -50,9 +56,10 @@ def soon(error: type[Exception], match: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("warm", [0, 5], ids=["first step", "after five steps"])
+@SHARE
 @ranks(2, 3)
-def test_different_names_of_equal_length(warm: int) -> None:
-    comm, axis = start()
+def test_different_names_of_equal_length(warm: int, share: bool) -> None:
+    comm, axis = start(share=share)
     for _ in range(warm):
         use(comm, axis, "embed", "expert 0", "head")
     expert = 1 if axis.index == axis.size - 1 else 0
@@ -64,18 +71,20 @@ def test_different_names_of_equal_length(warm: int) -> None:
 
 
 @pytest.mark.parametrize("warm", [0, 5], ids=["first step", "after five steps"])
+@SHARE
 @ranks(2)
-def test_the_same_in_another_order(warm: int) -> None:
-    comm, axis = start()
+def test_the_same_in_another_order(warm: int, share: bool) -> None:
+    comm, axis = start(share=share)
     for _ in range(warm):
         use(comm, axis, "a", "b", "c")
     with soon(DivergenceError, r"rank 0: asks for 'b' .*; rank 1: asks for 'c'"):
         use(comm, axis, "a", *("bc" if axis.index == 0 else "cb"))
 
 
+@SHARE
 @ranks(2, 3)
-def test_one_rank_skips_a_collective() -> None:
-    comm, axis = start()
+def test_one_rank_skips_a_collective(share: bool) -> None:
+    comm, axis = start(share=share)
     for _ in range(3):
         use(comm, axis, "a", "b", "c")
     with soon(DivergenceError, r"rank 0: asks for 'c' .*asks for 'b' "):
@@ -94,10 +103,11 @@ def every_operation(comm: Comm, axis: Axis) -> dict[str, Callable[[], Handle]]:
 
 
 @pytest.mark.parametrize("operation", ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "scatter"])
+@SHARE
 @ranks(2)
-def test_a_rank_that_waits_in_any_operation_learns_that_another_has_closed(operation: str, tmp_path: Path) -> None:
+def test_a_rank_that_waits_in_any_operation_learns_that_another_has_closed(operation: str, tmp_path: Path, share: bool) -> None:
     """What is in flight on one rank must not keep it from looking up, whatever the backend does to carry it out."""
-    comm, axis = start()
+    comm, axis = start(share=share)
     begin = every_operation(comm, axis)[operation]
     for _ in range(3):
         begin().wait()
@@ -110,9 +120,10 @@ def test_a_rank_that_waits_in_any_operation_learns_that_another_has_closed(opera
         until((tmp_path / "raised").exists)  # and stays in the process group
 
 
+@SHARE
 @ranks(2)
-def test_one_rank_goes_a_step_further_than_one_that_closes() -> None:
-    comm, axis = start()
+def test_one_rank_goes_a_step_further_than_one_that_closes(share: bool) -> None:
+    comm, axis = start(share=share)
     for _ in range(3):
         use(comm, axis, "a", "b")
     if axis.index == 1:
@@ -121,9 +132,10 @@ def test_one_rank_goes_a_step_further_than_one_that_closes() -> None:
     comm.close()
 
 
+@SHARE
 @ranks(2)
-def test_one_rank_evaluates_while_the_other_trains() -> None:
-    comm, axis = start()
+def test_one_rank_evaluates_while_the_other_trains(share: bool) -> None:
+    comm, axis = start(share=share)
     for phase in ("forward", "inference", "forward", "inference"):
         comm.set_phase(phase)
         use(comm, axis, "a", "b", "c")
@@ -132,27 +144,30 @@ def test_one_rank_evaluates_while_the_other_trains() -> None:
         use(comm, axis, "a", "b", "c")
 
 
+@SHARE
 @ranks(2)
-def test_different_lengths_of_one_name() -> None:
-    comm, axis = start()
+def test_different_lengths_of_one_name(share: bool) -> None:
+    comm, axis = start(share=share)
     use(comm, axis, "a")
     with soon(DivergenceError, r"rank 0: asks for 'b' \(all_reduce of 3 x float32\); rank 1: .* 4 x float32"):
         comm.all_reduce(torch.zeros(3 + axis.index), axis, "b").wait()
 
 
+@SHARE
 @ranks(2)
-def test_broadcasts_from_different_sources() -> None:
-    comm, axis = start()
+def test_broadcasts_from_different_sources(share: bool) -> None:
+    comm, axis = start(share=share)
     with soon(DivergenceError, r"rank 0: .*from index 0\); rank 1: .*from index 1\)"):
         comm.broadcast(torch.zeros(3), axis, axis.index, "edit").wait()
 
 
+@SHARE
 @ranks(4)
-def test_only_the_ranks_of_an_axis_must_agree() -> None:
+def test_only_the_ranks_of_an_axis_must_agree(share: bool) -> None:
     rank = dist.get_rank()
     data = Axis("data", (0, 1, 2, 3), rank)
     pair = Axis("pair", (0, 1) if rank < 2 else (2, 3), rank)
-    comm = Comm(data)
+    comm = Comm(data, share=share)
     for _ in range(2):  # the pairs ask for different things, and that is their affair
         tensor = torch.ones(3 + rank // 2)
         comm.all_reduce(tensor, pair, f"pair {rank // 2}").wait()
@@ -166,11 +181,12 @@ def test_only_the_ranks_of_an_axis_must_agree() -> None:
             comm.all_reduce(torch.ones(2), data, "all").wait()
 
 
+@SHARE
 @ranks(2)
-def test_a_stage_that_one_rank_never_reaches(tmp_path: Path) -> None:
+def test_a_stage_that_one_rank_never_reaches(tmp_path: Path, share: bool) -> None:
     """The watchdog's error on the rank that waits, and then on the other when it comes."""
     stalled, told = tmp_path / "stalled", tmp_path / "told"
-    comm, axis = start(watchdog_s=2.0)
+    comm, axis = start(share=share, watchdog_s=2.0)
     for _ in range(2):
         use(comm, axis, "gather layers.2", "gather layers.3")
     use(comm, axis, "gather layers.2")
@@ -186,8 +202,8 @@ def test_a_stage_that_one_rank_never_reaches(tmp_path: Path) -> None:
         told.touch()
 
 
-def die_alone(victim: int, names: list[str], warm: int) -> None:
-    comm, axis = start()
+def die_alone(victim: int, names: list[str], warm: int, share: bool) -> None:
+    comm, axis = start(share=share)
     for _ in range(warm):
         use(comm, axis, "a", "b")
     dist.barrier()
@@ -197,31 +213,35 @@ def die_alone(victim: int, names: list[str], warm: int) -> None:
         use(comm, axis, *names)
 
 
+@SHARE
 @pytest.mark.parametrize("warm", [0, 3], ids=["first step", "after three steps"])
 @ranks(2, 3, dies=[1])
-def test_a_rank_is_killed(warm: int) -> None:
-    die_alone(1, ["a", "b"], warm)
+def test_a_rank_is_killed(warm: int, share: bool) -> None:
+    die_alone(1, ["a", "b"], warm, share)
 
 
+@SHARE
 @pytest.mark.parametrize("warm", [0, 3], ids=["first step", "after three steps"])
 @ranks(2, 3, dies=[0])
-def test_the_rank_with_the_side_channel_is_killed(warm: int) -> None:
-    die_alone(0, ["a", "b"], warm)
+def test_the_rank_with_the_side_channel_is_killed(warm: int, share: bool) -> None:
+    die_alone(0, ["a", "b"], warm, share)
 
 
+@SHARE
 @ranks(2, 3)
-def test_a_comm_that_is_dropped_without_closing_leaves_nobody_behind() -> None:
+def test_a_comm_that_is_dropped_without_closing_leaves_nobody_behind(share: bool) -> None:
     for _ in range(8):
-        comm, axis = start()
+        comm, axis = start(share=share)
         assert comm.all_gather_object(axis.index, axis, "objects") == list(range(axis.size))
         comm.barrier(axis, "end")
         del comm
 
 
+@SHARE
 @ranks(2)
-def test_nothing_is_left_of_many_comms() -> None:
+def test_nothing_is_left_of_many_comms(share: bool) -> None:
     def use_and_close() -> None:
-        comm, axis = start()
+        comm, axis = start(share=share)
         use(comm, axis, "a")
         comm.all_reduce(torch.ones(1), Axis("single", (axis.rank,), axis.rank), "b").wait()
         comm.close()

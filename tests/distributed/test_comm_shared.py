@@ -61,13 +61,13 @@ def test_tensors_larger_than_a_slot(world_size: int) -> None:
     comm.close()
 
 
-@ranks(2, 3, 4)
+@ranks(2, 3)
 def test_scratch_is_summed_where_it_lies(world_size: int) -> None:
     """Several at once, also where the result goes into a part of the operand; and the same memory again."""
     axis, size = data_axis(world_size), world_size
     comm = Comm(axis, share="required")
     own = slice(axis.index * LONG, (axis.index + 1) * LONG)
-    for dtype in SUMMED:
+    for dtype in SUMMED if size == 2 else (torch.bfloat16, torch.float32):
         fulls = [comm.scratch(size * LONG, dtype, "cpu") for _ in range(3)]
         assert not any(full.any() for full in fulls)
         for _ in range(2):

@@ -91,6 +91,7 @@ def test_stages_agree() -> None:
     assert after < before - 0.1
 
 
+@pytest.mark.slow
 def test_memory_table_shows_what_stage_3_saves() -> None:
     whole, cut = sharded("--stage=0"), sharded("--stage=3")
     for row in ("parameters, at rest", "optimizer state"):
@@ -99,12 +100,14 @@ def test_memory_table_shows_what_stage_3_saves() -> None:
         assert all(rank == pytest.approx(unsharded / 2, rel=0.02) for rank in held(cut, row)[:-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bit_precision_learns_too(precision: str) -> None:
     before, after = losses(sharded(f"--precision={precision}"))
     assert after < before - 0.1
 
 
+@pytest.mark.slow
 def test_accumulation_gives_the_loss_of_one_large_batch() -> None:
     _, large = losses(sharded("--batch-size=4"))
     _, small = losses(sharded("--batch-size=2", "--accumulation=2"))
@@ -117,6 +120,7 @@ def test_torchrun_starts_the_example_too() -> None:
     assert losses(output) == losses(sharded())
 
 
+@pytest.mark.slow
 def test_plain_python_is_a_world_of_one() -> None:
     output = run(sys.executable, EXAMPLE, *TINY)
     before, after = losses(output)

@@ -31,6 +31,7 @@ def script_of(page: str, folder: Path, blocks: slice) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "blocks"), [("README.md", 1), ("docs/quickstart.md", 1), ("docs/guide.md", 2)])
 def test_examples_on_two_ranks(page: str, blocks: int, tmp_path: Path) -> None:
     done = run("--nproc", "2", script_of(page, tmp_path, slice(blocks)), "TOKEN", cwd=tmp_path)
@@ -41,6 +42,7 @@ def test_examples_on_two_ranks(page: str, blocks: int, tmp_path: Path) -> None:
     assert other["share"] < 0.7
 
 
+@pytest.mark.slow
 def test_the_whole_guide_runs_on_two_ranks(tmp_path: Path) -> None:
     path = tmp_path / "guide.py"
     path.write_text("\n".join(BLOCK.findall((ROOT / "docs/guide.md").read_text())))

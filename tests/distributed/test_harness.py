@@ -102,6 +102,7 @@ def fail_while_a_peer_sleeps() -> None:
     time.sleep(30.0)
 
 
+@pytest.mark.slow
 def test_peers_of_a_failure_do_not_run_to_the_time_limit() -> None:
     started = time.monotonic()
     with pytest.raises(RanksFailed, match="gone early") as info:

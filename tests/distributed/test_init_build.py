@@ -307,7 +307,7 @@ LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
 
 @ranks(2, 3)
 def test_at_most_one_module_is_whole_at_any_time(world_size: int) -> None:
-    before, peaks = live_bytes(), []
+    before, peaks = 0, []
 
     def look(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
@@ -317,6 +317,7 @@ def test_at_most_one_module_is_whole_at_any_time(world_size: int) -> None:
     hook = register_module_module_registration_hook(lambda *_: peaks.append(live_bytes() - before))
     try:
         with zero.Init():
+            before = live_bytes()  # with what the ranks talk through
             model = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
             model.apply(look)
     finally:

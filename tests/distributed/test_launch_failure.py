@@ -69,6 +69,7 @@ def test_the_rank_that_raised_first_is_blamed_and_the_others_get_a_line(tmp_path
     assert done.err.count("Traceback") == 1
 
 
+@pytest.mark.slow
 def test_an_error_under_torch_distributed_is_said_once_and_last(tmp_path: Path) -> None:
     """torch.distributed puts a hook of its own in place of Python's, which prints with the rank in front of each line."""
     body = """
@@ -114,6 +115,7 @@ def test_equal_errors_are_said_once(tmp_path: Path) -> None:
     assert done.err.count("ValueError: same for all") == 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_left_before_is_mentioned(tmp_path: Path) -> None:
     body = "if rank == 0: time.sleep(1.5); raise ConnectionError('peer is gone')"
     done = run("--nproc", "2", write_script(tmp_path, body), "TOKEN")
@@ -121,6 +123,7 @@ def test_a_rank_that_left_before_is_mentioned(tmp_path: Path) -> None:
     assert "rank 1: had left with code 0" in done.err
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_listen_to_sigterm_are_killed(tmp_path: Path) -> None:
     body = """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -134,6 +137,7 @@ def test_ranks_that_do_not_listen_to_sigterm_are_killed(tmp_path: Path) -> None:
     assert done.err.endswith("ValueError: no good\n")
 
 
+@pytest.mark.slow
 def test_a_rank_that_raised_but_cannot_end_is_noticed(tmp_path: Path) -> None:
     """Python waits for its threads after an exception: the process lives on, and the other ranks wait for it."""
     body = """

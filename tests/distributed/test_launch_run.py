@@ -175,6 +175,7 @@ def test_on_a_terminal_rank_0_keeps_a_live_progress_bar(tmp_path: Path, logged: 
         assert (tmp_path / "logs" / "rank0.log").read_text().splitlines()[1:] == ["last"]
 
 
+@pytest.mark.slow
 def test_background_processes_of_a_finished_job_are_ended_and_named(tmp_path: Path) -> None:
     """One in the rank's own session, one that left it; both ignore SIGTERM."""
     body = """

@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.distributed.launch_support import GONE_S, clean_environment, run
 
 # Each cycle starts a process group, uses it and ends it; under torchrun the store lives on between them.
@@ -34,6 +36,7 @@ def test_under_shardwise_run(tmp_path: Path) -> None:
     assert (done.code, sorted(done.out.splitlines())) == (0, LINES), done.err
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "cycles.py"
     script.write_text(CYCLES)
@@ -44,6 +47,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, LINES), done.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_while_the_other_waits_in_a_collective(tmp_path: Path) -> None:
     script = tmp_path / "step.py"
     script.write_text(

@@ -23,6 +23,10 @@ CLIP = 0.1
 """Below the gradient norm of every model at its first step."""
 
 STAGES = (0, 1, 2, 3)
+SOME = ("transformer", "nested", "tied_across", "mixed_dtypes", "scalars", "outside_owner")
+OFTEN = [name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+"""Models of which some are left to the slow tests; those run all of them at every world size and precision."""
+
 RELEASE_ALL = {"stage": 3, "stage3_param_persistence_threshold": 0}
 
 
@@ -70,14 +74,14 @@ def test_models_at_every_stage(name: str) -> None:
 
 
 @ranks(1, 3, 4)
-@pytest.mark.parametrize("name", ["transformer", "tied_embedding", "tiny", "scalars"])
+@pytest.mark.parametrize("name", ["tied_embedding", "tiny"])
 def test_other_world_sizes(name: str, world_size: int) -> None:
     check([Recipe(name, world_size, accumulation=3, clip=CLIP)], stages=(1, 3))
 
 
 @ranks(2)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("name", ["transformer", "adapted", "frozen_integers", "siamese", "complex"])
+@pytest.mark.parametrize("name", ["adapted", "frozen_integers"])
 def test_sixteen_bits(name: str, precision: str) -> None:
     check([Recipe(name, 2, accumulation=3, precision=precision, optimizer="adamw", clip=CLIP)])
 
@@ -88,10 +92,6 @@ def check_equal(recipe: Recipe, base: Way, **others: Way) -> None:
     records = {name: train_sharded(recipe, way) for name, way in others.items()}
     problems = [f"{name}: {problem}" for name, record in records.items() for problem in compare_bits(record, expected)]
     assert not problems, "\n".join(problems)
-
-
-SOME = ("transformer", "nested", "tied_across", "mixed_dtypes", "scalars", "outside_owner")
-OFTEN = [name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 
 
 @ranks(2)

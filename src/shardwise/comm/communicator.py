@@ -116,6 +116,8 @@ class Comm:
 
     def set_phase(self, phase: str) -> None:
         """Say what the engine is doing ("forward", "backward"): names are compared within a phase, and errors print it."""
+        if self._guard is not None and phase != self._phase:
+            self._guard.mark()
         self._phase = phase
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, axis: Axis, name: str) -> Handle:

@@ -125,6 +125,12 @@ class Guard:
             self._lanes[axis.ranks] = self._by_key[made.key] = made
         return self._lanes[axis.ranks]
 
+    def mark(self) -> None:
+        """Say where this rank is, if saying costs little."""
+        if self._channel.host < 0 and not self.failure:
+            for lane in self._by_key.values():
+                self._say(lane, lane.follower.count - 1, "runs")
+
     @property
     def can_agree(self) -> bool:
         """Whether ranks can agree before they start anything; without it, all links must check by themselves."""
@@ -235,8 +241,7 @@ class Guard:
         """Leave the channel without a word, as soon as no rank is still reading what was agreed on. Never raises."""
         try:
             if not self.failure:
-                for lane in self._by_key.values():
-                    self._say(lane, lane.follower.count - 1, "runs")
+                self.mark()
                 self._linger(lambda report: report.state != "silent" and self._is_through(report))
         except ChannelGone:
             pass
