@@ -16,9 +16,6 @@ from shardwise.config.fields import kind_of
 from shardwise.config.optimizers import OPTIMIZER_PARAMS
 from shardwise.optim import plan_groups
 
-# What an optimizer of this type does unless told otherwise, where the description of another type that it shares says less.
-OF_TYPE: dict[str, dict[str, Any]] = {"AdamW": {"weight_decay": 0.01}}
-
 
 def options(kind: str, **params: Any) -> dict[str, Any]:
     """The options of a group whose section holds these arguments only."""
@@ -32,7 +29,7 @@ def test_described_defaults_are_those_of_the_rule(kind: str) -> None:
     fields = OPTIMIZER_PARAMS[kind].model_fields
     described = {name: field.default for name, field in fields.items() if kind_of(field) == "works"}
     described.pop("adam_w_mode", None)  # chooses between two rules
-    assert options(kind) == {**described, **OF_TYPE.get(kind, {})}
+    assert options(kind) == described
 
 
 @pytest.mark.parametrize("kind", OPTIMIZER_PARAMS)

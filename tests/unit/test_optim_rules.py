@@ -67,7 +67,7 @@ LAMB |= {"min_coeff": 0.01, "max_coeff": 10.0}
 
 # name, configuration section, the same in plain torch
 CASES: list[tuple[str, dict[str, Any], Callable[[list[Parameter]], torch.optim.Optimizer]]] = [
-    ("adamw", {"type": "AdamW", "params": {"lr": 0.01}}, lambda p: torch.optim.AdamW(p, lr=0.01)),
+    ("adamw", {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}}, lambda p: torch.optim.AdamW(p, lr=0.01)),
     (
         "adamw options",
         {"type": "adamw", "params": {"lr": 0.02, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.2, "torch_adam": True}},
@@ -85,7 +85,7 @@ CASES: list[tuple[str, dict[str, Any], Callable[[list[Parameter]], torch.optim.O
     ),
     (
         "amsgrad maximize",
-        {"type": "AdamW", "params": {"lr": 0.01, "amsgrad": True, "maximize": True}},
+        {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01, "amsgrad": True, "maximize": True}},
         lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True, maximize=True),
     ),
     ("sgd", {"type": "SGD", "params": {"lr": 0.1}}, lambda p: torch.optim.SGD(p, lr=0.1)),
@@ -207,7 +207,7 @@ def test_sixteen_bit_gradients_and_weights(name: str, section: dict[str, Any], m
 
 def test_low_precision_masters_and_state() -> None:
     setup = Setup(2, master=torch.bfloat16, grad=torch.bfloat16, settings=StepSettings(state_dtype=torch.bfloat16))
-    job = Job(config({"type": "AdamW", "params": {"lr": 0.01}}), setup)
+    job = Job(config({"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}}), setup)
     reference = Reference(job, lambda p: torch.optim.AdamW(p, lr=0.01, fused=True))
     for number in range(4):
         grads = [grad.bfloat16() for grad in make_grads(number) if grad is not None]
@@ -218,7 +218,7 @@ def test_low_precision_masters_and_state() -> None:
 
 
 def test_double_masters_compute_in_double() -> None:
-    section = {"type": "AdamW", "params": {"lr": 0.01}}
+    section = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}}
     job = Job(config(section), Setup(2, master=torch.float64, grad=torch.float64, settings=StepSettings(clip=1.0)))
     reference = Reference(job, lambda p: torch.optim.AdamW(p, lr=0.01))
     for number in range(3):
@@ -237,7 +237,7 @@ def test_groups_with_their_own_options() -> None:
             {"params": p[6:], "lr": 0.001, "weight_decay": 0.5},
         ]
 
-    section = {"type": "AdamW", "params": {"lr": 0.01}}
+    section = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}}
     job = Job(lambda p: (None, groups(p), section), Setup(2))
     reference = Reference(job, lambda p: torch.optim.AdamW(groups(p), lr=0.01))
     for number in range(3):

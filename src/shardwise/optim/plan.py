@@ -203,7 +203,8 @@ def _from_config(section: Any, groups: list[dict[str, Any]], names: dict[int, st
     rule = same_name(kind, _BUILT_IN)
     if rule is not None:
         decoupled = bool(params.pop("adam_w_mode", True))
-        return _from_rule("AdamW" if rule == "Adam" and decoupled else rule, groups, _adam_params(rule, params), names)
+        params = {"weight_decay": 0.0, **params}  # torch's AdamW decays unless told otherwise, DeepSpeed's does not
+        return _from_rule("AdamW" if rule == "Adam" and decoupled else rule, groups, params, names)
     classes = [name for name in dir(torch.optim) if isinstance(getattr(torch.optim, name), type) and name != "Optimizer"]
     known = same_name(kind, classes)
     if known is None:
@@ -217,11 +218,6 @@ def _from_config(section: Any, groups: list[dict[str, Any]], names: dict[int, st
             )
         )
     return _from_class(getattr(torch.optim, known), groups, params, names)
-
-
-def _adam_params(kind: str, params: dict[str, Any]) -> dict[str, Any]:
-    # "Adam" with decoupled decay is AdamW, but its decay is 0 unless given.
-    return {"weight_decay": 0.0, **params} if kind == "Adam" else params
 
 
 def _from_rule(kind: str, groups: list[dict[str, Any]], params: dict[str, Any], names: dict[int, str]) -> OptimizerPlan:
