@@ -106,17 +106,11 @@ def test_adopted_instance_matches_itself(name: str, make: Make, world: int) -> N
 @pytest.mark.parametrize("form", ["class", "function", "config"])
 def test_class_function_and_name(name: str, form: str) -> None:
     kind = getattr(torch.optim, name)
+    decay = kind([Parameter(torch.ones(1))]).defaults["weight_decay"]
     forms: dict[str, Callable[[list[Parameter]], tuple[Any, Any, Any]]] = {
         "class": lambda p: (kind, p, None),
         "function": lambda p: (lambda params: kind(params, lr=0.02), p, None),
-        "config": lambda p: (
-            None,
-            p,
-            {
-                "type": name.lower(),
-                "params": {"lr": 0.02, "weight_decay": kind([Parameter(torch.ones(1))]).defaults["weight_decay"]},
-            },
-        ),
+        "config": lambda p: (None, p, {"type": name.lower(), "params": {"lr": 0.02, "weight_decay": decay}}),
     }
     job = Job(forms[form], Setup(2))
     reference = Reference(job, kind if form == "class" else lambda p: kind(p, lr=0.02))

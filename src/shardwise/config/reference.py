@@ -78,8 +78,8 @@ _DIFFERENCES = """\
 
 - `gradient_clipping` is off unless it is set. DeepSpeed 0.19 clips to 1.0 by default, earlier versions did not; the
   engine prints what holds when it starts.
-- `AdamW` by name does not decay weights unless `weight_decay` is set, as with DeepSpeed's own; `torch.optim.AdamW` passed as a class
-  decays by 0.01, as it does in PyTorch.
+- `AdamW` by name does not decay weights unless `weight_decay` is set, as with DeepSpeed's own; `torch.optim.AdamW` passed as a
+  class decays by 0.01, as it does in PyTorch.
 - `bf16.check_grad_overflow` is true: a gradient that is Inf or NaN skips the step on every rank.
 - An unknown key is an error at every level. DeepSpeed ignores unknown top-level keys.
 - `reduce_bucket_size` and `allgather_bucket_size` have no effect, and 0 is an error all the same.
