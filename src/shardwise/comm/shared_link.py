@@ -35,7 +35,7 @@ from shardwise.mesh import Axis
 __all__ = ["SharedLink", "board_bytes", "mailbox"]
 
 _RING = 4  # slots of a board: how far a rank may be ahead of the slowest
-_PAYLOAD = 1 << 19  # bytes of a slot; two of them fit into the cache of one core
+_PAYLOAD = 1 << 19  # bytes of a slot: large enough that copying outweighs the waiting
 _HEADER = 64
 _MAILBOX = 1 << 17  # bytes at the end of a board, for what a rank says of itself
 _WORDS = _HEADER // 8

@@ -154,7 +154,8 @@ class SharedTransport:
             board.close()
         if not trouble:
             return SharedLink(axis, boards, self._registry)
-        if self._required or self._links:  # where all ranks share, so that they need no ballot, a part of them must too
+        # Where all ranks share they have no ballot, so a part of them must share too. Over several machines it may fall back.
+        if self._required or any(self._links.values()):
             raise _cannot(explain("memory cannot be shared", found=trouble))
         if axis.index == 0:
             log.warning("ranks of one machine exchange bytes by sockets, as memory cannot be shared: %s", trouble)
