@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from shardwise.comm.channel import Channel, StoreChannel
 from shardwise.comm.events import Event
-from shardwise.comm.guard import Guard, Lane
+from shardwise.comm.guard import Guard, Lane, Stream
 from shardwise.comm.handle import DONE, Handle
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.shared_transport import SharedTransport
@@ -27,6 +27,9 @@ from shardwise.errors import UsageError, explain
 from shardwise.mesh import Axis
 
 __all__ = ["Comm"]
+
+_streams: weakref.WeakKeyDictionary[dist.ProcessGroup, Stream] = weakref.WeakKeyDictionary()
+"""What was asked for on each process group, whichever `Comm` asked."""
 
 _SUMMABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)
 
@@ -99,18 +102,22 @@ class Comm:
         self._local = LocalTransport()
         self._guard: Guard | None = None
         self._phase = ""
+        self._user = 0
         self._closed = False
         self._lines: dict[Axis, _Line] = {}
         if transport is None:
             transport = self._local if data.size == 1 else _choose_transport(data, group, watchdog_s, share)
         self._transport = transport
         if transport.guarded:
+            link = transport.connect(data)
+            stream = Stream() if link.checks else _stream_of(group)
+            self._user = stream.join()
             try:
-                channel = _open_channel(data, transport, watchdog_s)
+                channel = _open_channel(data, transport, link, watchdog_s)
             except BaseException:
                 transport.abandon()
                 raise
-            self._guard = Guard(data, channel, watchdog_s, on_failure=transport.abandon)
+            self._guard = Guard(data, channel, watchdog_s, on_failure=transport.abandon, stream=stream)
             # Without close(), and at the end of the process: others may still be reading what they agreed on last.
             self._leaving = weakref.finalize(self, self._guard.leave)
 
@@ -130,7 +137,9 @@ class Comm:
             name: what it is called in errors.
         """
         _check_split("all_gather", name, axis, out, shard)
-        return self._issue(axis, self._event("all_gather", name, out), lambda link, tag: link.all_gather(out, shard, tag))
+        return self._issue(
+            axis, self._event("all_gather", name, out.numel(), out.dtype), lambda link, tag: link.all_gather(out, shard, tag)
+        )
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, axis: Axis, name: str) -> Handle:
         """Sum `full` over all ranks and fill `out` with this rank's slice of the sum.
@@ -144,20 +153,24 @@ class Comm:
         _check_split("reduce_scatter", name, axis, full, out)
         _check_summable("reduce_scatter", name, full)
         return self._issue(
-            axis, self._event("reduce_scatter", name, full), lambda link, tag: link.reduce_scatter(out, full, tag)
+            axis,
+            self._event("reduce_scatter", name, full.numel(), full.dtype),
+            lambda link, tag: link.reduce_scatter(out, full, tag),
         )
 
     def all_reduce(self, tensor: torch.Tensor, axis: Axis, name: str) -> Handle:
         """Replace `tensor` (contiguous, any shape, a dtype that `reduce_scatter` takes) by its sum over all ranks."""
         _check_contiguous("all_reduce", name, tensor)
         _check_summable("all_reduce", name, tensor)
-        return self._issue(axis, self._event("all_reduce", name, tensor), lambda link, tag: link.all_reduce(tensor, tag))
+        return self._issue(
+            axis, self._event("all_reduce", name, tensor.numel(), tensor.dtype), lambda link, tag: link.all_reduce(tensor, tag)
+        )
 
     def broadcast(self, tensor: torch.Tensor, axis: Axis, source_index: int, name: str) -> Handle:
         """Replace `tensor` (contiguous, any shape) by that of the rank with that index on the axis."""
         _check_contiguous("broadcast", name, tensor)
         _check_source("broadcast", name, axis, source_index)
-        event = Event(self._phase, "broadcast", name, tensor.numel(), tensor.dtype, source_index)
+        event = self._event("broadcast", name, tensor.numel(), tensor.dtype, source_index)
         return self._issue(axis, event, lambda link, tag: link.broadcast(tensor, source_index, tag))
 
     def scatter(self, out: torch.Tensor, full_or_none: torch.Tensor | None, axis: Axis, source_index: int, name: str) -> Handle:
@@ -168,23 +181,23 @@ class Comm:
             raise _unfit("scatter", name, "the tensor to scatter on the source", "None")
         if full_or_none is not None:
             _check_split("scatter", name, axis, full_or_none, out)
-        event = Event(self._phase, "scatter", name, axis.size * out.numel(), out.dtype, source_index)
+        event = self._event("scatter", name, axis.size * out.numel(), out.dtype, source_index)
         return self._issue(axis, event, lambda link, tag: link.scatter(out, full_or_none, source_index, tag))
 
     def fence(self, axis: Axis, name: str) -> Handle:
         """Done when every rank of the axis has come; it then sees what they wrote to shared storage before."""
-        return self._issue(axis, Event(self._phase, "fence", name), lambda link, tag: link.fence(tag))
+        return self._issue(axis, self._event("fence", name), lambda link, tag: link.fence(tag))
 
     def note(self, axis: Axis, name: str, elements: int, dtype: torch.dtype) -> None:
         """Account for an all-gather that moves nothing, as the bytes are here: all ranks still have to ask for it alike."""
-        line, event = self._line(axis), Event(self._phase, "all_gather", name, elements, dtype)
+        line, event = self._line(axis), self._event("all_gather", name, elements, dtype)
         if line.lane is not None and self._guard is not None:
             self._guard.note(line.lane, event)
         self._count(axis, event)
 
     def all_gather_object(self, obj: Any, axis: Axis, name: str) -> list[Any]:
         """Every rank's object (anything pickle can carry), in axis order. Meant for small things: each rank reads all."""
-        line, event = self._line(axis), Event(self._phase, "all_gather_object", name)
+        line, event = self._line(axis), self._event("all_gather_object", name)
         if axis.size > 1:
             self._count(axis, event)
         if line.lane is None or self._guard is None:
@@ -213,7 +226,7 @@ class Comm:
 
     def barrier(self, axis: Axis, name: str) -> None:
         """Return once every rank of the axis has come here."""
-        self._issue(axis, Event(self._phase, "barrier", name), lambda link, tag: link.fence(tag)).wait()
+        self._issue(axis, self._event("barrier", name), lambda link, tag: link.fence(tag)).wait()
 
     def allocate(
         self,
@@ -270,13 +283,15 @@ class Comm:
         lane = self._guard.lane(axis)
         # Connecting may wait for the others, unguarded.
         if self._guard.can_agree and axis.ranks != self._data.ranks and not lane.follower.count:
-            self._guard.before(lane, Event("", "connect", axis.name), agree=True)
+            self._guard.before(lane, Event("", "connect", axis.name, user=self._user), agree=True)
         link = self._transport.connect(axis)
         lane.checked = link.checks
         return _Line(link, lane)
 
-    def _event(self, kind: str, name: str, tensor: torch.Tensor) -> Event:
-        return Event(self._phase, kind, name, tensor.numel(), tensor.dtype)
+    def _event(
+        self, kind: str, name: str, elements: int = 0, dtype: torch.dtype | None = None, source_index: int = -1
+    ) -> Event:
+        return Event(self._phase, kind, name, elements, dtype, source_index, self._user)
 
     def _issue(self, axis: Axis, event: Event, operation: Callable[[Link, Tag], Flight]) -> Handle:
         """Start one collective."""
@@ -305,8 +320,13 @@ class Comm:
         self.ledger.count(event.kind, axis.name, event.elements * itemsize)
 
 
-def _open_channel(data: Axis, transport: Transport, watchdog_s: float) -> Channel:
-    link = transport.connect(data)
+def _stream_of(group: dist.ProcessGroup | None) -> Stream:
+    used = group or dist.group.WORLD
+    assert used is not None, "the transport has found it"
+    return _streams.setdefault(used, Stream())
+
+
+def _open_channel(data: Axis, transport: Transport, link: Link, watchdog_s: float) -> Channel:
     shared = transport.channel(data) if isinstance(transport, SharedTransport) else None
     return shared or StoreChannel(data, link, transport.device, watchdog_s)
 

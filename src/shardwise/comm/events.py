@@ -27,6 +27,8 @@ class Event(NamedTuple):
     elements: int = 0
     dtype: torch.dtype | None = None
     source: int = -1
+    user: int = 0
+    """Which of those that share a process group asks."""
 
     @property
     def label(self) -> str:
@@ -37,7 +39,8 @@ class Event(NamedTuple):
         if self.source >= 0:
             what += f" from index {self.source}"
         phase = f", phase {self.phase!r}" if self.phase else ""
-        return f"{self.name!r} ({what}{phase})"
+        user = f", engine {self.user + 1} of this process group" if self.user else ""
+        return f"{self.name!r} ({what}{phase}{user})"
 
     @property
     def digest(self) -> int:

@@ -13,14 +13,20 @@ passed with another event, and answer. Then every rank raises, with what each of
 
 Where the link itself compares (`Link.checks`), there is nothing to guess and to ask: every operation carries a digest of the
 whole history, and a rank that finds another digest raises the alarm. Such a history may hold events that need no message.
+
+Several engines may use one process group, each with its own guard and channel. What they send then shares one order, so their
+guards share one history (`Stream`), and look at each other's channels: ranks that use two engines in different orders find each
+other as ranks do that use two modules in different orders.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import NoReturn
+from weakref import WeakSet
 from zlib import crc32
 
 from shardwise.comm.channel import Ballot, Channel, ChannelGone
@@ -30,7 +36,7 @@ from shardwise.comm.transport import Flight, Mismatch
 from shardwise.errors import DivergenceError, PeerLostError, ShardwiseError, StallError, UsageError, explain
 from shardwise.mesh import Axis
 
-__all__ = ["Guard", "Lane"]
+__all__ = ["Guard", "Lane", "Stream"]
 
 _ERRORS: dict[str, type[ShardwiseError]] = {"diverged": DivergenceError, "stalled": StallError, "lost": PeerLostError}
 _GRACE_S = 3.0  # to hear the other ranks out before an error is raised, and to let them hear this one
@@ -47,24 +53,45 @@ _SEE_OUTPUT = "look at the output of that rank for the reason"
 _SEE_END = f"{_SEE_OUTPUT}; if it ended in good order, give every rank the same number of steps"
 
 
+class Stream:
+    """What was asked for on one process group, by all that use it.
+
+    Attributes:
+        follower: the history.
+        asking: what this rank wants to add to it, while it asks the others.
+        guards: of those that use the group now.
+    """
+
+    def __init__(self) -> None:
+        self.follower = Follower()
+        self.asking: Event | None = None
+        self.guards: WeakSet[Guard] = WeakSet()
+        self._users = 0
+
+    def join(self) -> int:
+        """The number of one more user, the same on every rank if all ranks bring their users in the same order."""
+        self._users += 1
+        return self._users - 1
+
+
 class Lane:
     """The ranks of one axis, and what they have asked for so far."""
 
-    def __init__(self, axis: Axis) -> None:
+    def __init__(self, axis: Axis, stream: Stream) -> None:
         self.axis = axis
         self.key = "-".join(map(str, axis.ranks))
-        self.follower = Follower()
+        self.stream = stream
+        self.follower = stream.follower
         self.checked = False  # whether the link itself notices that the histories of the ranks differ
         self.digest = 0  # of the whole history
         self.verified = -1  # number of the last event up to which all ranks have the same history
-        self.asking: Event | None = None
         self.agreed = -1  # number of the last event that the ranks agreed on through the channel
         self.litter: list[str] = []
 
     def label_at(self, sequence: int) -> str:
         """What this rank asked for at that number; empty if it has not come there, or too long ago."""
-        asks_now = self.asking is not None and sequence == self.follower.count
-        event = self.asking if asks_now else self.follower.at(sequence)
+        asking = self.stream.asking
+        event = asking if asking is not None and sequence == self.follower.count else self.follower.at(sequence)
         return event.label if event else ""
 
     def record(self, event: Event) -> None:
@@ -87,6 +114,7 @@ class Guard:
         watchdog_s: seconds after which a collective that does not finish is an error.
         tick_s: seconds between looks at the other ranks while waiting.
         on_failure: called once, before the first error is raised.
+        stream: what the ranks of `axis` ask for, where others ask for something through the same process group.
     """
 
     def __init__(
@@ -97,8 +125,11 @@ class Guard:
         *,
         tick_s: float = 1.0,
         on_failure: Callable[[], None] = lambda: None,
+        stream: Stream | None = None,
     ) -> None:
         self.failure = ""
+        self._stream = stream or Stream()
+        self._stream.guards.add(self)
         self._axis = axis
         self._rank = axis.rank
         self._channel = channel
@@ -121,7 +152,7 @@ class Guard:
                         found=f"{axis.ranks}",
                     )
                 )
-            made = Lane(axis)
+            made = Lane(axis, self._stream if axis.ranks == self._axis.ranks else Stream())
             self._lanes[axis.ranks] = self._by_key[made.key] = made
         return self._lanes[axis.ranks]
 
@@ -235,10 +266,12 @@ class Guard:
             except ChannelGone:
                 pass  # the others are done as well, or dead; neither matters to one who leaves
         self.failure = self.failure or "it was closed"
+        self._stream.guards.discard(self)
         self._channel.close()
 
     def leave(self) -> None:
         """Leave the channel without a word, as soon as no rank is still reading what was agreed on. Never raises."""
+        self._stream.guards.discard(self)
         try:
             if not self.failure:
                 self.mark()
@@ -259,7 +292,7 @@ class Guard:
         """Ask the ranks of the lane; return when all ask for the same."""
         sequence, size = lane.follower.count, lane.axis.size
         key, amount = f"count/{lane.key}/{sequence}", _COUNT | event.digest
-        lane.asking = event
+        lane.stream.asking = event
         self._say(lane, sequence, "asks")
         started = looked = time.monotonic()
         pause = 0.0
@@ -276,7 +309,7 @@ class Guard:
             total = self._ballot.add(key, 0)
         if total != size * amount:
             self.diverged(lane, sequence)
-        lane.asking = None
+        lane.stream.asking = None
         lane.agreed = sequence
         lane.follower.append(event)
         # All ranks have come this far, so none will look again at what an earlier agreement left.
@@ -289,16 +322,14 @@ class Guard:
         self._say(lane, sequence, state)
         self._looked = time.monotonic()
         reports = self._hear(lane.axis)
-        for report in reports:
-            mine = self._by_key.get(report.lane)
-            label = mine.label_at(report.sequence) if mine else ""
-            if mine and label and report.label and label != report.label:
-                self.diverged(mine, report.sequence)
+        self._compare(reports)
+        if lane.stream is self._stream:
+            for other in self._neighbours():
+                with suppress(ChannelGone):  # the engine it belongs to is closed elsewhere, and is next to be closed here
+                    other._glance(sequence)
         gone = self._channel.gone(report.rank for report in reports)
         doing = f"rank {self._rank} {'was last in' if state == 'runs' else 'waits for'} {lane.label_at(sequence)}"
         for report in reports:
-            if report.state == "failed":
-                self._fail(report.failure, f"rank {report.rank} has stopped", found=report.text)
             if report.rank in gone and report.state != "closed":
                 found = f"{doing}; rank {report.rank} {report.last_seen(time.time())}"
                 self._fail("lost", f"the process of rank {report.rank} has ended", found=found, do=_SEE_END)
@@ -313,6 +344,26 @@ class Guard:
                 found = f"{doing}; rank {report.rank} waits for {report.label}"
                 self._fail("diverged", "ranks started collectives on two axes in different orders", found=found)
 
+    def _compare(self, reports: list[Report]) -> None:
+        """Raise if a rank has failed, or says that it asked for something else than this one did."""
+        for report in reports:
+            mine = self._by_key.get(report.lane)
+            label = mine.label_at(report.sequence) if mine else ""
+            if mine and label and report.label and label != report.label:
+                self.diverged(mine, report.sequence)
+        for report in reports:
+            if report.state == "failed":
+                self._fail(report.failure, f"rank {report.rank} has stopped", found=report.text)
+
+    def _neighbours(self) -> list[Guard]:
+        """The other guards of the same stream that still watch."""
+        return [guard for guard in list(self._stream.guards) if guard is not self and not guard.failure]
+
+    def _glance(self, sequence: int) -> None:
+        """Look for a neighbour: say what came through it at that number, and hear whether ranks here asked for another."""
+        self._say(self.lane(self._axis), sequence, "runs")
+        self._compare(self._hear(self._axis))
+
     def _is_crossed(self, lane: Lane, report: Report) -> bool:
         """Whether that rank waits for this one on another lane, where this one has not come so far: neither could go on."""
         if report.state not in ("waits", "asks") or report.lane == lane.key:
@@ -324,7 +375,7 @@ class Guard:
     def diverged(self, lane: Lane, sequence: int) -> NoReturn:
         """Raise DivergenceError, with what every rank of the lane asked for."""
         answer = self._answer(lane, sequence)
-        self._tell(answer)
+        self._tell_all(answer)
         limit = time.monotonic() + _GRACE_S
         while True:
             others = self._hear(lane.axis)
@@ -372,11 +423,14 @@ class Guard:
         about: Report | None = None,
     ) -> NoReturn:
         """Remember, tell the others, raise."""
-        self.failure = explain(problem, expected=expected, found=found.rstrip("."), do=do)
-        self._on_failure()
-        report = replace(about or Report(self._rank), state="failed", failure=kind, text=self.failure)
+        failure = explain(problem, expected=expected, found=found.rstrip("."), do=do)
+        report = replace(about or Report(self._rank), state="failed", failure=kind, text=failure)
+        neighbours = self._neighbours()
+        for guard in (self, *neighbours):  # what is in flight in the process group ends it for all that use it
+            guard.failure = failure
+            guard._on_failure()
         try:
-            self._tell(report)
+            self._tell_all(report, neighbours)
             self._linger(lambda report: report.state in ("failed", "closed"))
         except ChannelGone:
             pass  # nobody is left to be told
@@ -410,6 +464,13 @@ class Guard:
         report.moment = time.time()
         report.reached = {lane.key: lane.follower.count for lane in self._by_key.values()}
         self._channel.tell(self._rank, report.message())
+
+    def _tell_all(self, report: Report, neighbours: list[Guard] | None = None) -> None:
+        """Tell the ranks through the channels of the neighbours too, as they may be listening there."""
+        for guard in self._neighbours() if neighbours is None else neighbours:
+            with suppress(ChannelGone):
+                guard._tell(replace(report))
+        self._tell(report)
 
     def _hear(self, axis: Axis) -> list[Report]:
         """The reports of the other ranks of an axis."""
