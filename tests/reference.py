@@ -16,7 +16,7 @@ All other comparisons then keep the tolerance of float32, at every precision and
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,10 +32,9 @@ __all__ = [
     "Recipe",
     "Record",
     "Way",
-    "compare",
+    "compare_all",
     "compare_bits",
     "config_for",
-    "digest",
     "global_batch",
     "part_of",
     "train_reference",
@@ -118,18 +117,19 @@ class Record:
     Args:
         losses: mean loss over the global batch, by step.
         norms: gradient norm before clipping, by step.
-        masters: the weights that the optimizer updates, after each step, by parameter name.
-        weights: the weights that the model computes with, after each step, by parameter name.
+        weights: the weights that the model computes with, by parameter name: after each step where some have 16 bits, else
+            after the last.
+        masters: the weights that the optimizer updates, at the end, by parameter name.
         buffers: at the end, by name.
-        faces: dtype and shape that the parameters show outside of any use, after each step, by name.
+        faces: dtype and shape that the parameters show outside of any use, at the end, by name.
     """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    masters: list[Weights] = field(default_factory=list)
     weights: list[Weights] = field(default_factory=list)
+    masters: Weights = field(default_factory=dict)
     buffers: Weights = field(default_factory=dict)
-    faces: list[dict[str, tuple[torch.dtype, torch.Size]]] = field(default_factory=list)
+    faces: dict[str, tuple[torch.dtype, torch.Size]] = field(default_factory=dict)
 
 
 # ---- data
@@ -194,8 +194,8 @@ def _train_plainly(recipe: Recipe, model: nn.Module) -> Record:
         record.norms.append(_clip(model.parameters(), recipe.clip))
         optimizer.step()
         optimizer.zero_grad()
-        record.masters.append(_copies(model.named_parameters()))
-    record.weights = record.masters
+    record.masters = _copies(model.named_parameters())
+    record.weights = [record.masters]
     record.buffers = _copies(model.named_buffers())
     return record
 
@@ -222,9 +222,8 @@ class _Widened:
             self.optimizer.step()
             self.optimizer.zero_grad()
             self._round(replay[step] if replay else None)
-            frozen = _copies((name, parameter) for name, parameter in self.model.named_parameters())
-            record.masters.append({**frozen, **_copies(self.masters)})
             record.weights.append(_copies(self.model.named_parameters()))
+        record.masters = {**record.weights[-1], **_copies(self.masters)}
         record.buffers = _copies(self.model.named_buffers())
         return record
 
@@ -315,7 +314,11 @@ def train_sharded(recipe: Recipe, way: Way) -> Record:
             record.losses.append(_step(engine, recipe, step, optimizer if way.plain_loop else None))
             record.norms.append(float(engine.get_global_grad_norm()))
             assert engine.was_step_applied(), f"step {step} was skipped"
-            _look(record, model)
+            if step == recipe.steps - 1 or recipe.precision != "fp32":
+                with shardwise.zero.GatheredParameters(list(model.parameters())):
+                    record.weights.append(_copies(model.named_parameters()))
+        record.faces = {name: (parameter.dtype, parameter.shape) for name, parameter in model.named_parameters()}
+        record.masters = _masters(model, record.weights[-1])
         record.buffers = _copies(model.named_buffers())
     return record
 
@@ -338,42 +341,38 @@ def _step(engine: Any, recipe: Recipe, step: int, optimizer: Any = None) -> floa
     return total.item() / (recipe.accumulation * recipe.world)
 
 
-def _look(record: Record, model: nn.Module) -> None:
-    """Note the weights as they are now."""
-    from shardwise import utils, zero
+def _masters(model: nn.Module, weights: Weights) -> Weights:
+    """The weights as the optimizer has them; collective."""
+    from shardwise import utils
 
-    record.faces.append({name: (parameter.dtype, parameter.shape) for name, parameter in model.named_parameters()})
-    with zero.GatheredParameters(list(model.parameters())):
-        weights = _copies(model.named_parameters())
     masters = {
         name: utils.safe_get_full_fp32_param(parameter)
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and weights[name].dtype in SIXTEEN_BIT
     }
-    record.weights.append(weights)
-    record.masters.append({**weights, **_copies(masters.items())})
+    return {**weights, **_copies(masters.items())}
 
 
 # ---- comparison
 
 
-def compare(actual: Record, recipe: Recipe) -> list[str]:
-    """Train the reference and say where a run differs from it; empty if nowhere. Rank 0 is enough: see `digest`."""
+def _compare(actual: Record, recipe: Recipe) -> list[str]:
+    """Train the reference and say where a run differs from it; empty if nowhere."""
     sixteen = any(tensor.dtype in SIXTEEN_BIT for tensor in actual.weights[-1].values())
     expected = train_reference(recipe, actual.weights if sixteen else ())
     problems = []
     for step in range(recipe.steps):
         problems += _compare_numbers(f"step {step}: loss", actual.losses[step], expected.losses[step])
         problems += _compare_numbers(f"step {step}: gradient norm", actual.norms[step], expected.norms[step])
-        problems += _compare_weights(f"step {step}: master", actual.masters[step], expected.masters[step])
-        for name, weight in actual.weights[step].items():
-            right = expected.weights[step][name]
-            if not torch.equal(weight, actual.masters[step][name].to(weight.dtype)):
-                problems.append(f"step {step}: weight {name} is not its master rounded")
-            if weight.dtype != right.dtype:
-                problems.append(f"step {step}: weight {name} has dtype {weight.dtype}, expected {right.dtype}")
-            if actual.faces[step][name] != (right.dtype, right.shape):
-                problems.append(f"step {step}: weight {name} shows {actual.faces[step][name]} while it is not in use")
+    problems += _compare_weights("master", actual.masters, expected.masters)
+    for name, weight in actual.weights[-1].items():
+        right = expected.weights[-1][name]
+        if not torch.equal(weight, actual.masters[name].to(weight.dtype)):
+            problems.append(f"weight {name} is not its master rounded")
+        if weight.dtype != right.dtype:
+            problems.append(f"weight {name} has dtype {weight.dtype}, expected {right.dtype}")
+        if actual.faces[name] != (right.dtype, right.shape):
+            problems.append(f"weight {name} shows {actual.faces[name]} while it is not in use")
     for name, buffer in actual.buffers.items():
         if buffer.dtype != expected.buffers[name].dtype or buffer.shape != expected.buffers[name].shape:
             problems.append(f"buffer {name} is {buffer.dtype} {tuple(buffer.shape)}")
@@ -403,9 +402,7 @@ def _compare_weights(what: str, actual: Weights, expected: Weights) -> list[str]
 
 def compare_bits(one: Record, other: Record) -> list[str]:
     """Where two runs differ in any bit of their losses, norms and weights."""
-    problems = []
-    for step, (left, right) in enumerate(zip(one.masters, other.masters, strict=True)):
-        problems += [f"step {step}: master {name}" for name in left if not torch.equal(left[name], right[name])]
+    problems = [f"master {name}" for name, master in one.masters.items() if not torch.equal(master, other.masters[name])]
     if one.losses != other.losses:
         problems.append(f"losses {one.losses} != {other.losses}")
     if one.norms != other.norms:
@@ -413,10 +410,28 @@ def compare_bits(one: Record, other: Record) -> list[str]:
     return problems
 
 
-def digest(record: Record) -> str:
-    """A text that is equal for equal records, to compare them across ranks."""
-    state = hashlib.sha256(repr((record.losses, record.norms)).encode())
-    for weights in [*record.masters, *record.weights]:
+def compare_all(runs: Mapping[str, Record], recipe: Recipe) -> list[str]:
+    """Where runs of one recipe differ from the reference, or between ranks. Collective.
+
+    Runs that are the same in every bit are compared once, and each rank compares a share of them: all ranks together tell all.
+    """
+    mine = {label: _fingerprint(record) for label, record in runs.items()}
+    everyone: list[dict[str, str]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    distinct = {key: label for label, key in everyone[0].items()}
+    share = list(distinct.values())[dist.get_rank() :: dist.get_world_size()]
+    differ = [label for label in runs if len({keys[label] for keys in everyone}) > 1]
+    return [
+        *(f"{label}: ranks hold different weights, losses or norms" for label in differ),
+        *(f"{label}: {problem}" for label in share for problem in _compare(runs[label], recipe)),
+    ]
+
+
+def _fingerprint(record: Record) -> str:
+    """A text that is equal for records with equal bits, but for the values of buffers, which are each rank's own."""
+    buffers = [(name, buffer.dtype, buffer.shape) for name, buffer in record.buffers.items()]
+    state = hashlib.sha256(repr((record.losses, record.norms, record.faces, buffers)).encode())
+    for weights in [record.masters, *record.weights]:
         for name, tensor in weights.items():
             state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             state.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())

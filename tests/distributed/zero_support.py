@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.engine import Engine, trainer_of
 from tests.models import Batch, Case
-from tests.reference import Recipe, Record, Way, compare, compare_bits, train_sharded
+from tests.reference import Recipe, Record, Way, compare_all, compare_bits, train_sharded
 
 __all__ = [
     "Own",
@@ -112,10 +112,8 @@ def problems_of(recipe: Own, ways: Sequence[Way]) -> list[str]:
         if twin in records and recipe.world == 2 and (recipe.accumulation == 1 or way.stage in (1, 3)):
             found = compare_bits(records[twin], records[way.stage])
             problems += [f"{recipe.case}: stages {twin} and {way.stage} differ in bits: {item}" for item in found]
-    if dist.get_rank() == 0:
-        for stage, record in records.items():
-            problems += [f"{recipe.case} {recipe.precision} stage {stage}: {item}" for item in compare(record, recipe)]
-    return problems
+    labelled = {f"{recipe.case} {recipe.precision} stage {stage}": record for stage, record in records.items()}
+    return problems + compare_all(labelled, recipe)
 
 
 # ---- engines

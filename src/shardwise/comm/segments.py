@@ -13,6 +13,7 @@ import itertools
 import mmap
 import os
 import sys
+import time
 import weakref
 from functools import cache
 from typing import Any, NamedTuple
@@ -107,13 +108,14 @@ class Semaphore:
     architecture comes from here.
     """
 
-    __slots__ = ("_address", "_post", "_try")
+    __slots__ = ("_address", "_block", "_post", "_try")
 
     def __init__(self, address: int, *, fresh: bool) -> None:
         library = _library()
         self._address = ctypes.c_void_p(address)
         self._post = library.sem_post
         self._try = library.sem_trywait
+        self._block = _blocking_library().sem_clockwait
         if fresh and library.sem_init(self._address, 1, 0):
             raise _error("sem_init")
 
@@ -124,6 +126,17 @@ class Semaphore:
     def take(self) -> bool:
         """Lower it by one if it is above zero; say whether it was."""
         return self._try(self._address) == 0
+
+    def wait(self, seconds: float) -> bool:
+        """As `take`, but sleep until it is above zero or the time is over; a signal may end the sleep early."""
+        until = time.monotonic() + seconds
+        whole = int(until)
+        limit = _Timespec(whole, int((until - whole) * 1e9))
+        return self._block(self._address, time.CLOCK_MONOTONIC, ctypes.byref(limit)) == 0
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
 def _map(descriptor: int, nbytes: int, keep: list[int], registry: dict[int, SegmentCard] | None) -> torch.Tensor:
@@ -152,11 +165,17 @@ def _close(descriptors: list[int]) -> None:
 
 @cache
 def _library() -> Any:
-    """The C library. Calls keep the interpreter's lock: none of them blocks."""
+    """The C library, for calls that do not block: they keep the interpreter's lock."""
     library = ctypes.PyDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
     return library
+
+
+@cache
+def _blocking_library() -> Any:
+    """The C library, for calls that let other threads of the interpreter go on."""
+    return ctypes.CDLL(None, use_errno=True)
 
 
 def _error(call: str) -> OSError:

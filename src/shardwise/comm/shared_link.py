@@ -41,8 +41,8 @@ _MAILBOX = 1 << 17  # bytes at the end of a board, for what a rank says of itsel
 _WORDS = _HEADER // 8
 _BLOCK = 1 << 17  # elements that are summed at once: they stay in the cache between two operands
 _IN_PLACE = 1 << 14  # bytes below which copying is cheaper than looking where a tensor lies
-_YIELDS = 200  # times that a waiting rank gives way before it sleeps
-_NAP_S = 100e-6
+_YIELDS = 10  # times that a waiting rank gives way before it sleeps
+_NAP_S = 0.1
 
 
 def board_bytes(size: int) -> int:
@@ -130,6 +130,7 @@ class SharedLink:
         self._queue: deque[_Operation] = deque()
         self._next = 0  # number of the next piece to be posted
         self._taken = 0  # number of the next piece to be read
+        self._awaited: _Gate | None = None  # what the last attempt to go on was stopped by
 
     @staticmethod
     def prepare(board: Segment, size: int) -> None:
@@ -284,14 +285,22 @@ class SharedLink:
                 limit = time.monotonic() + seconds
             elif turns <= _YIELDS:
                 os.sched_yield()
-            elif time.monotonic() > limit:
+            elif (left := limit - time.monotonic()) <= 0:
                 return False
-            else:
-                time.sleep(_NAP_S)
+            elif self._awaited is not None:
+                self._awaited.wait(min(left, _NAP_S))
         return True
 
     def _is_finished(self, operation: _Operation) -> bool:
-        return operation.over and (not operation.lends or all(gate.passed(operation.last) for gate in self._done))
+        return operation.over and (not operation.lends or self._are_open(self._done, operation.last))
+
+    def _are_open(self, gates: Sequence[_Gate], piece: int) -> bool:
+        """Whether all other ranks have let that piece pass."""
+        for gate in gates:
+            if not gate.passed(piece):
+                self._awaited = gate
+                return False
+        return True
 
     def _advance(self) -> bool:
         """Do what can be done now; say whether that was anything."""
@@ -305,7 +314,7 @@ class SharedLink:
         for operation in self._queue:
             if operation.fill is not None:
                 before = self._next - _RING  # what the slot holds so far; this rank reads it as well
-                if before >= 0 and not (self._taken > before and all(gate.passed(before) for gate in self._done)):
+                if before >= 0 and not (self._taken > before and self._are_open(self._done, before)):
                     return False
                 slot = self._slots[self._next % _RING][self._me]
                 slot.header[:3] = (*operation.tag, operation.lends)
@@ -323,7 +332,7 @@ class SharedLink:
 
     def _take(self) -> bool:
         """Read all ranks' slots of one piece, if they are there."""
-        if not self._queue or self._queue[0].last != self._taken or not all(gate.passed(self._taken) for gate in self._ready):
+        if not self._queue or self._queue[0].last != self._taken or not self._are_open(self._ready, self._taken):
             return False
         operation = self._queue[0]
         slots = self._slots[self._taken % _RING]
@@ -365,6 +374,10 @@ class _Gate:
                 return False
             self._passed += 1
         return True
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until that rank has let one more piece pass, or the time is over."""
+        self._passed += self._theirs.wait(seconds)
 
 
 def _slot(board: Segment, size: int, number: int) -> _Slot:
