@@ -314,7 +314,7 @@ def train_sharded(recipe: Recipe, way: Way) -> Record:
             record.losses.append(_step(engine, recipe, step, optimizer if way.plain_loop else None))
             record.norms.append(float(engine.get_global_grad_norm()))
             assert engine.was_step_applied(), f"step {step} was skipped"
-            if step == recipe.steps - 1 or recipe.precision != "fp32":
+            if step == recipe.steps - 1 or any(parameter.dtype in SIXTEEN_BIT for parameter in model.parameters()):
                 with shardwise.zero.GatheredParameters(list(model.parameters())):
                     record.weights.append(_copies(model.named_parameters()))
         record.faces = {name: (parameter.dtype, parameter.shape) for name, parameter in model.named_parameters()}

@@ -251,14 +251,14 @@ def die_alone(victim: int, names: list[str], warm: int, share: bool) -> None:
 
 
 @SHARE
-@pytest.mark.parametrize("warm", [0, 3], ids=["first step", "after three steps"])
+@pytest.mark.parametrize("warm", [pytest.param(0, marks=pytest.mark.slow), 3], ids=["first step", "after three steps"])
 @ranks(2, 3, dies=[1])
 def test_a_rank_is_killed(warm: int, share: bool) -> None:
     die_alone(1, ["a", "b"], warm, share)
 
 
 @SHARE
-@pytest.mark.parametrize("warm", [0, 3], ids=["first step", "after three steps"])
+@pytest.mark.parametrize("warm", [pytest.param(0, marks=pytest.mark.slow), 3], ids=["first step", "after three steps"])
 @ranks(2, 3, dies=[0])
 def test_the_rank_with_the_side_channel_is_killed(warm: int, share: bool) -> None:
     die_alone(0, ["a", "b"], warm, share)

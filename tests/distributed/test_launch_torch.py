@@ -29,6 +29,7 @@ for cycle in range(3):
 LINES = [f"{cycle} rank {rank} of 2, local {rank}, sum 2" for cycle in range(3) for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_under_shardwise_run(tmp_path: Path) -> None:
     script = tmp_path / "cycles.py"
     script.write_text(CYCLES)

@@ -93,7 +93,9 @@ def test_there_is_documentation() -> None:
     assert len(blocks_in("python")) >= 5
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@pytest.mark.parametrize(
+    "page", [page if page.name == "README.md" else pytest.param(page, marks=pytest.mark.slow) for page in PAGES], ids=name
+)
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     blocks = [block for block in blocks_in("python") if block.page == page]
     if not blocks:

@@ -167,6 +167,8 @@ def _close(descriptors: list[int]) -> None:
 def _library() -> Any:
     """The C library, for calls that do not block: they keep the interpreter's lock."""
     library = ctypes.PyDLL(None, use_errno=True)
+    if not hasattr(library, "sem_clockwait"):  # glibc has it since 2.30, musl not
+        raise OSError("the C library has no sem_clockwait")
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
     return library

@@ -9,6 +9,8 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import os
+import time
+from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -64,6 +66,7 @@ class TorchTransport:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {data.ranks: group}
         self._made: list[dist.ProcessGroup] = []
         self._abandoned = False
+        self._spare: defaultdict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
 
     def connect(self, axis: Axis) -> Link:
         """The link along `axis`. Its process group is made at the first operation, which all its ranks start together."""
@@ -97,6 +100,15 @@ class TorchTransport:
         accelerator = torch.accelerator.current_accelerator()
         return torch.device("cpu" if accelerator is None else accelerator)
 
+    def borrow(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Host memory with anything in it, to receive into; give it back by `restore`."""
+        spare = self._spare[numel, dtype]
+        return spare.pop() if spare else torch.empty(numel, dtype=dtype)
+
+    def restore(self, memory: torch.Tensor) -> None:
+        """Take back what was borrowed."""
+        self._spare[memory.numel(), memory.dtype].append(memory)
+
     def abandon(self) -> None:
         """Leave the groups alone from now on, and see to it that this process can end.
 
@@ -109,6 +121,7 @@ class TorchTransport:
 
     def close(self) -> None:
         """Destroy the groups that were made here."""
+        self._spare.clear()
         made, self._made = self._made, []
         self._groups.clear()
         for group in made:
@@ -128,15 +141,25 @@ class _TorchLink:
         self._group: dist.ProcessGroup | None = None
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Flight:
-        return self._start(_all_gather, _carried(out), _carried(shard))
+        out, shard = _carried(out), _carried(shard)
+        if out.device.type != "cpu":
+            return self._start(_all_gather, out, shard)
+        # gloo's own receives into a second copy of `out`, which it allocates; broadcasts of the parts receive in place.
+        parts = out.view(self._axis.size, -1)
+        own = parts[self._axis.index]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        return _AllFlights(
+            [self._start(_dist.broadcast, part, src=rank) for part, rank in zip(parts, self._axis.ranks, strict=True)]
+        )
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, tag: Tag) -> Flight:
         if full.device.type != "cpu":
             return self._start(_reduce_scatter, out, full)
         # gloo's own sums everything everywhere, keeps one slice, and cannot be waited for in pieces. Exchanging the slices and
         # summing one of them here moves half the bytes, and adds in axis order whatever the number of ranks.
-        received = torch.empty_like(full)
-        return _SumFlight(self._start(_dist.all_to_all_single, received, full), received, out)
+        received = self._transport.borrow(full.numel(), full.dtype)
+        return _SumFlight(self._start(_dist.all_to_all_single, received, full), received, out, self._transport.restore)
 
     def all_reduce(self, tensor: torch.Tensor, tag: Tag) -> Flight:
         return self._start(_dist.all_reduce, tensor)
@@ -188,13 +211,33 @@ class _HostFlight:
         return True
 
 
+class _AllFlights:
+    """Several pieces of work that were started together."""
+
+    __slots__ = ("_flights",)
+
+    def __init__(self, flights: list[Flight]) -> None:
+        self._flights = flights
+
+    def poll(self, seconds: float) -> bool:
+        limit = time.monotonic() + seconds
+        while self._flights:
+            if not self._flights[-1].poll(max(0.001, limit - time.monotonic())):
+                return False
+            self._flights.pop()
+        return True
+
+
 class _SumFlight:
     """Slices on their way here, one from each rank, and their sum once they have come."""
 
-    __slots__ = ("_flight", "_out", "_received")
+    __slots__ = ("_flight", "_out", "_received", "_restore")
 
-    def __init__(self, flight: Flight, received: torch.Tensor, out: torch.Tensor) -> None:
+    def __init__(
+        self, flight: Flight, received: torch.Tensor, out: torch.Tensor, restore: Callable[[torch.Tensor], None]
+    ) -> None:
         self._flight = flight
+        self._restore = restore
         self._received: torch.Tensor | None = received
         self._out = out
 
@@ -205,6 +248,7 @@ class _SumFlight:
             # Sums of 16-bit numbers are accumulated in 32 bits and rounded once.
             slices = self._received.view(-1, self._out.numel())
             torch.sum(slices, dim=0, dtype=self._out.dtype, out=self._out)
+            self._restore(self._received)
             self._received = None
         return True
 
