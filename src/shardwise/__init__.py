@@ -5,6 +5,7 @@ Names are imported when they are first used, so that `import shardwise` costs li
 
 from __future__ import annotations
 
+import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +25,21 @@ _MODULES = ("comm", "utils", "zero", "errors")
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return import_module(f"shardwise.{name}")
+        return _load(f"shardwise.{name}")
     if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+        return getattr(_load(_HOMES[name]), name)
     raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+
+
+def _load(module: str) -> Any:
+    # Modules stay, so there is nothing to collect; and each collection would walk through all of torch (a third of the time).
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return import_module(module)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def __dir__() -> list[str]:
