@@ -13,8 +13,8 @@ of a weight (2 or 4), and 4 the bytes of a gradient:
 (arXiv 1910.02054, section 7: communication volume 2, 2, 2 and 3 times the model. What stays gathered between the forward and
 the backward is the root and the last block.)
 
-Every number also stands in `counters.txt`, next to this file, for the eye and as a gate: a change that makes a step send, hold or
-allocate more has to change that table.
+Every number also stands in `counters.txt`, next to this file, for the eye and as a gate: a change that makes a step send, hold
+or allocate more has to change that table.
 """
 
 from __future__ import annotations
