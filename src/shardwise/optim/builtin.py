@@ -134,8 +134,9 @@ class RuleDriver(Driver):
                 count_steps(shard, used)
 
     def _update_run(self, shard: Shard, run: Run, names: Sequence[str], options: Options, scale: float) -> None:
-        whole = self._in_place(shard, names, scale)
-        before, within = (1.0, scale) if whole else (scale, 1.0)
+        in_kernel = self._scales_in_kernel(shard, scale)
+        before, within = (1.0, scale) if in_kernel else (scale, 1.0)
+        whole = before == 1.0 and self._fits_kernel(shard, names)
         for start, stop in self._blocks(run.start, run.stop, shard, whole=whole):
             block = Block(shard, start, stop, names, self._scratch)
             self.rule.update(block.p, block.gradient(before), block.state, run.step, options, within)
@@ -147,17 +148,20 @@ class RuleDriver(Driver):
         size = _CPU_BLOCK if on_cpu else _DEVICE_BLOCK
         return blocks(start, stop, max(unit, (stop - start) // unit * unit) if whole else size, unit)
 
-    def _in_place(self, shard: Shard, names: Sequence[str], scale: float) -> bool:
-        """Whether one kernel call can do everything."""
+    def _scales_in_kernel(self, shard: Shard, scale: float) -> bool:
+        """Whether the kernel itself can multiply the gradient by `scale`, overwriting it."""
         grad, dtype = shard.grad, compute_dtype(shard)
-        tensors = (shard.master, *(shard.state[name] for name in names))
-        if grad is None or shard.weight is not None or not self.rule.fused(grad.device, dtype):
-            return False
-        if any(tensor.dtype != dtype for tensor in (grad, *tensors)):
+        if grad is None or self.settings.keep_grad or not (self.rule.scales_gradient and self.rule.fused(grad.device, dtype)):
             return False
         low, high = _KERNEL_SCALES
-        in_kernel = self.rule.scales_gradient and dtype == torch.float32 and low < scale < high
-        return scale == 1.0 or (in_kernel and not self.settings.keep_grad)
+        return grad.dtype == dtype == torch.float32 and low < scale < high
+
+    def _fits_kernel(self, shard: Shard, names: Sequence[str]) -> bool:
+        """Whether one kernel call can do everything else."""
+        grad, dtype = shard.grad, compute_dtype(shard)
+        if grad is None or shard.weight is not None or not self.rule.fused(grad.device, dtype):
+            return False
+        return all(tensor.dtype == dtype for tensor in (grad, shard.master, *(shard.state[name] for name in names)))
 
     def _allocate(self, shard: Shard, options: Options) -> tuple[str, ...]:
         names = self.rule.state_names(options)
