@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,7 +68,7 @@ def _shardwise(kind: str, weight: torch.dtype | None, clip: float) -> Callable[[
     return make
 
 
-def _section(kind: str, options: dict[str, object]) -> object:
+def _section(kind: str, options: Mapping[str, object]) -> object:
     from shardwise.config import load_config
 
     return load_config({"train_batch_size": 1, "optimizer": {"type": kind, "params": options}}, world_size=1).optimizer

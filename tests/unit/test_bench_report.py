@@ -25,13 +25,16 @@ def saved() -> Run:
 
 def test_the_page_has_tables_command_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved().save(tmp_path / "run.json")
-    report.main([str(tmp_path / "run.json"), "--docs", str(tmp_path)])
+    (tmp_path / "floor.txt").write_text("416 ms\n")
+    report.main([str(tmp_path / "run.json"), "--docs", str(tmp_path), "--floor", str(tmp_path / "floor.txt")])
     page = (tmp_path / "benchmarks.md").read_text()
     assert f"```bash\n{COMMAND}\n```" in page
     assert "| PyTorch, one process | 100 ms | 100 ms |" in page
     assert "| DeepSpeed stage 3 | not installed: deepspeed is not installed: do <this> & that |" in page
     assert "| shardwise-3, time | 0.80 |" in page
     assert "| shardwise-3 over single, step time | <= 0.95 | 0.80 | reached |" in page
+    assert "```text\n416 ms\n```" in page
+    assert "bench.optimizer" not in page
     assert "GPT of 6.86 billion parameters" in page
     assert "(images/benchmark-comm-2-fp32.svg)" in page
     assert (tmp_path / "images" / "benchmark-comm-2-fp32.svg").read_text() == draw(saved())
