@@ -31,17 +31,17 @@ shared. Memory is the most that one rank, or all ranks together with shared page
 
 FLOOR = """## What a step costs at least
 
-Forward and backward without any exchange, in as many processes as there are ranks, which share the machine's memory and caches.
-Nothing that trains data-parallel on these cores is faster than that plus an optimizer step; what a system takes beyond it is its
-own.
+Forward and backward without any exchange, in as many processes as there are ranks, which share the machine's memory and
+caches. Nothing that trains data-parallel on these cores is faster than that plus an optimizer step; what a system takes beyond
+it is its own.
 """
 
 STEP = """## The optimizer step
 
-Torch's fused kernels are used where they exist (Adam, AdamW, SGD, Adagrad in float32): one pass that unscales, clips and updates
-in place. Compiling the same update as one function is no faster, and its first step waits for a compiler. Where weights have 16
-bits, or a rule has no kernel, the pass goes through blocks that stay in the cache. The numbers below are `bench.optimizer`'s; a
-step that beats a copy per byte reads more than it writes.
+Torch's fused kernels are used where they exist (Adam, AdamW, SGD, Adagrad in float32): one pass that unscales, clips and
+updates in place. Compiling the same update as one function is no faster, and its first step waits for a compiler. Where weights
+have 16 bits, or a rule has no kernel, the pass goes through blocks that stay in the cache. A step can beat a copy per byte, as it
+reads more than it writes.
 """
 
 SCALE = """## Thousands of ranks
