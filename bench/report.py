@@ -40,8 +40,8 @@ STEP = """## The optimizer step
 
 Torch's fused kernels are used where they exist (Adam, AdamW, SGD, Adagrad in float32): one pass that unscales, clips and
 updates in place. Compiling the same update as one function is no faster, and its first step waits for a compiler. Where weights
-have 16 bits, or a rule has no kernel, the pass goes through blocks that stay in the cache. A step can beat a copy per byte, as it
-reads more than it writes.
+have 16 bits, or a rule has no kernel, the pass goes through blocks that stay in the cache. A step can beat a copy per byte, as
+it reads more than it writes.
 """
 
 SCALE = """## Thousands of ranks

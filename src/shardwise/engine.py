@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardwise.device import available_bytes
 from shardwise.errors import UsageError, explain
 from shardwise.trainer import Parts, Trainer
-from shardwise.zero import map_tensors
+from shardwise.zero import find_tensors, map_tensors
 
 __all__ = ["Engine", "trainer_of"]
 
@@ -84,6 +84,10 @@ class Engine(nn.Module):
         try:
             with context:
                 return self.module(*args, **kwargs)
+        except RuntimeError as error:
+            if precision.compute is not None and "dtype" in str(error):
+                _explain_dtypes(error, (args, kwargs), precision.compute)
+            raise
         finally:
             parts.runtime.forward.settle()
 
@@ -121,7 +125,10 @@ class Engine(nn.Module):
             self.lr_scheduler.step(**(lr_kwargs or {}))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients. Does nothing between the micro-batches of a window, where a plain loop calls it after `step()`."""
+        """Forget all gradients of the accumulation window.
+
+        Right after a `step()` that did not end the window, where a plain loop calls it, it does nothing.
+        """
         self._trainer.zero_grad(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -284,3 +291,18 @@ def _check_room(parts: Parts) -> None:
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
+
+
+def _explain_dtypes(error: RuntimeError, inputs: Any, dtype: torch.dtype) -> None:
+    """Say so if torch complains of mixed dtypes because the model was cast and its inputs were not."""
+    others = {tensor.dtype for tensor in find_tensors(inputs) if tensor.is_floating_point() and tensor.dtype != dtype}
+    if others:
+        raise UsageError(
+            explain(
+                f"the forward failed, as the weights are {dtype} and inputs are not",
+                expected=f"floating-point inputs of {dtype}",
+                found=f"{', '.join(sorted(map(str, others)))} ({str(error).splitlines()[0]})",
+                do='cast the inputs (`x.to(dtype)`), or use "torch_autocast": {"enabled": true}, which casts where it has to; '
+                'in fp16, "auto_cast": true in its section casts all inputs',
+            )
+        ) from error

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardwise.accumulation import Window
 from shardwise.comm import Comm
 from shardwise.config import Config
-from shardwise.errors import UsageError, explain
+from shardwise.errors import DivergenceError, PeerLostError, StallError, UsageError, explain
 from shardwise.mesh import DataMesh
 from shardwise.optim import BadGradient, LossScale, Shard, ShardedOptimizer, StepPath, StepReport
 from shardwise.policy import Policy, Release
@@ -91,8 +91,8 @@ class Trainer:
         try:
             with passes.announced(reduce=reduce):
                 weighted.backward(retain_graph=retain_graph)
-        except BaseException:
-            if self.window.backwards > 1:
+        except BaseException as error:
+            if self.window.backwards > 1 and not isinstance(error, DivergenceError | StallError | PeerLostError):
                 log.warning("backward failed: the gradients of %d earlier ones were dropped too", self.window.backwards - 1)
             self.window.restart()
             raise
@@ -173,7 +173,7 @@ class Trainer:
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients, but not between the micro-batches of a window."""
+        """Forget all gradients of the window, but not right after a `step()` that did not end it."""
         self.parts.runtime.backward.finish()
         if self.window.since_step or not self.window.steps:
             self.parts.runtime.reducer.clear()

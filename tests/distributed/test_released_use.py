@@ -223,6 +223,34 @@ def test_weights_in_the_loss() -> None:
     check(own(Penalised, 4, 4, loss=_penalised_loss), stages=(0, 3))
 
 
+class Showing(nn.Module):
+    """Returns weights of its own, of a block and of the root, whole and in part, in containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        for block in self.blocks:
+            x = block(x)
+        weights = [block[0].weight for block in self.blocks]
+        return {"output": self.head(x), "seen": (weights, self.head.weight[1:], self.head.bias)}
+
+
+def _showing_loss(model: Any, batch: Batch) -> Tensor:
+    found = model(batch["x"])
+    weights, rows, bias = found["seen"]
+    penalty = sum((each.float().square().sum() for each in (*weights, rows, bias)), start=torch.zeros(()))
+    return F.mse_loss(found["output"].float(), batch["y"].float()) + 0.01 * penalty
+
+
+@ranks(2)
+def test_weights_that_the_model_returns() -> None:
+    check(own(Showing, 4, 4, loss=_showing_loss), stages=(0, 1, 2, 3))
+    check(own(Showing, 4, 4, loss=_showing_loss, accumulation=2, precision="bf16"), stages=(2, 3))
+
+
 @ranks(2)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
 def test_the_older_weight_norm() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -137,8 +138,8 @@ def by_rank(model: Any) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("precision", LOW)
-def test_at_16_bits_writes_that_differ_are_a_named_error_on_every_rank(precision: str) -> None:
+@pytest.mark.parametrize("precision", ["fp32", *LOW])
+def test_writes_that_differ_are_a_named_error_on_every_rank(precision: str) -> None:
     """Nothing is left in flight: with the weights made equal again, training goes on."""
     for stage in WHOLE:
         for edit in (on_rank_0, by_rank):
@@ -204,20 +205,22 @@ def normal(module: nn.Module) -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of torch's compiler
 @ranks(2)
-def test_what_training_does_by_itself_is_no_write() -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_training_does_by_itself_is_no_write(precision: str) -> None:
     """Nothing is compared, whatever the model is made of, compiled or not; also not after initialization by hand before."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     for stage in WHOLE:
         for compiled in (False, True):
-            model = build(Parts).bfloat16()  # its buffers too, which do not follow the configuration
+            model = build(Parts).to(dtype)  # its buffers too, which do not follow the configuration
             model.apply(normal)
-            with start(model, stage, adamw, precision="bf16", accumulation=2) as engine:
+            with start(model, stage, adamw, precision=precision, accumulation=2) as engine:
                 if compiled:
                     engine.compile(backend="eager")
                 before = comparisons(engine)
                 for number in range(4):
-                    step(engine, number, "bf16")
+                    step(engine, number, precision)
                 with torch.no_grad():
-                    engine(samples(2)[0].bfloat16())
+                    engine(samples(2)[0].to(dtype))
                 value = utils.safe_get_full_fp32_param(model.head.weight)
                 assert value is not None
                 utils.safe_set_full_fp32_param(model.head.weight, value + 1.0)
@@ -225,7 +228,7 @@ def test_what_training_does_by_itself_is_no_write() -> None:
                 with torch.no_grad():
                     model.frozen.bias.zero_()
                 for number in range(2):
-                    step(engine, number, "bf16")
+                    step(engine, number, precision)
                 assert engine.global_steps == 3
                 assert comparisons(engine) == before
                 after = utils.safe_get_full_fp32_param(model.head.weight)
@@ -234,30 +237,33 @@ def test_what_training_does_by_itself_is_no_write() -> None:
 
 
 @ranks(2)
-def test_writes_that_are_announced_are_no_error() -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_writes_that_are_announced_are_no_error(precision: str) -> None:
     """Loading, and GatheredParameters with and without an edit that counts."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     for stage in WHOLE:
-        state = {name: value.bfloat16() for name, value in reference(build(), 2, adamw).items()}
-        with start(build(), stage, adamw, precision="bf16") as engine:
-            step(engine, 0, "bf16")
+        state = {name: value.to(dtype) for name, value in reference(build(), 2, adamw).items()}
+        with start(build(), stage, adamw, precision=precision) as engine:
+            weights = partial(full if precision == "fp32" else masters, engine)
+            step(engine, 0, precision)
             engine.module.load_state_dict(state)
-            step(engine, 1, "bf16")
-            loaded = masters(engine)["head.weight"]
+            step(engine, 1, precision)
+            loaded = weights()["head.weight"]
             assert (loaded - state["head.weight"].float()).abs().max().item() < 0.1
             with zero.GatheredParameters(engine.module.head.weight, modifier_rank=1):
                 if dist.get_rank() == 1:
                     with torch.no_grad():
                         engine.module.head.weight.fill_(4.0)
-            step(engine, 2, "bf16")
-            assert (masters(engine)["head.weight"] - 4.0).abs().max().item() < 0.2
+            step(engine, 2, precision)
+            assert (weights()["head.weight"] - 4.0).abs().max().item() < 0.2
             with (
                 pytest.warns(zero.gathered.DiscardedEditWarning),
                 zero.GatheredParameters(engine.module.head.weight),
                 torch.no_grad(),
             ):
                 engine.module.head.weight.fill_(float(dist.get_rank()))
-            step(engine, 3, "bf16")
-            assert (masters(engine)["head.weight"] - 4.0).abs().max().item() < 0.4
+            step(engine, 3, precision)
+            assert (weights()["head.weight"] - 4.0).abs().max().item() < 0.4
 
 
 @ranks(2)

@@ -42,6 +42,23 @@ def is_helpful(error: pytest.ExceptionInfo[ShardwiseError]) -> None:
     assert "Traceback" not in text
 
 
+# ---- the inputs
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_inputs_that_are_not_of_the_16_bit_type_of_the_weights(precision: str) -> None:
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    with start(**{precision: {"enabled": True}}) as engine:
+        with pytest.raises(
+            UsageError, match=rf"the weights are {dtype} and inputs are not.*found torch.float32 .*cast"
+        ) as error:
+            engine(torch.randn(2, 4))
+        is_helpful(error)
+        engine(torch.randn(2, 4).to(dtype))
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            engine(torch.randn(2, 5).to(dtype))
+
+
 # ---- the loss
 
 

@@ -13,7 +13,7 @@ from shardwise.zero.gradients import Gradients
 from shardwise.zero.init import Init
 from shardwise.zero.released import ReleasedParameter, homes
 from shardwise.zero.runtime import Runtime
-from shardwise.zero.trees import map_tensors
+from shardwise.zero.trees import find_tensors, map_tensors
 from shardwise.zero.unit import Home, Unit
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "commit",
     "homes",
     "leaf_modules",
+    "find_tensors",
     "map_tensors",
     "register_external_parameter",
     "unregister_external_parameter",

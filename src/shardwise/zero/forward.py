@@ -17,9 +17,10 @@ from shardwise.comm import Comm
 from shardwise.errors import UsageError, explain
 from shardwise.zero.backward import Backward
 from shardwise.zero.order import Order
+from shardwise.zero.released import ReleasedParameter
 from shardwise.zero.saved import SavedWeights
 from shardwise.zero.traffic import Traffic
-from shardwise.zero.trees import find_tensors, map_direct
+from shardwise.zero.trees import find_tensors, map_direct, map_tensors
 from shardwise.zero.unit import State, Unit
 
 __all__ = ["Forward"]
@@ -80,10 +81,13 @@ class Forward:
             return None
         return _watch_inputs(frame, args, kwargs)
 
-    def leave(self, traffic: Traffic, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """A unit returns, or has raised."""
+    def leave(self, traffic: Traffic, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """A unit returns, or has raised. Returns the output that its caller gets in place of this; None for the same."""
         if all(frame.traffic is not traffic for frame in self._stack):
-            return
+            return None
+        given = output
+        if traffic is self._root and self._inside == 1 and self._moving:
+            output = map_tensors(self._copy_weight, output)
         while True:  # frames above are of units whose forward raised
             frame = self._stack.pop()
             self._shallower()
@@ -102,6 +106,7 @@ class Forward:
             self._order.let_go(traffic)
         if traffic is self._root:
             self._leave_root(graph=bool(outputs))
+        return None if output is given else output
 
     def settle(self) -> None:
         """The caller of the model has its output: if nothing will run backward, the root is no longer needed."""
@@ -121,6 +126,11 @@ class Forward:
         """An output may be a view of a weight: then the weight has to stay until the model has run."""
         if any(self._saved.unit_of(tensor) is traffic.unit for tensor in find_tensors(output)):
             _borrow(self._stack[0], traffic)
+
+    def _copy_weight(self, tensor: Tensor) -> Tensor:
+        """A weight that the model itself returns has to outlast its release; a copy in the graph leads to the same gradient."""
+        is_weight = isinstance(tensor, ReleasedParameter) or self._saved.unit_of(tensor) is not None
+        return tensor.clone() if is_weight else tensor
 
     # -- the root ----------------------------------------------------------------------------------------------------------
 

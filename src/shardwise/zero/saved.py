@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -65,6 +66,8 @@ class SavedWeights:
 
     def unit_of(self, tensor: Tensor) -> Unit | None:
         """The unit in whose gathered weights a tensor lies."""
+        if tensor.layout != torch.strided:
+            return None
         return self.addresses.get(tensor.untyped_storage().data_ptr())
 
     def _pack(self, tensor: Tensor) -> SavedWeight | SavedValue:

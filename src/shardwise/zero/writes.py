@@ -1,10 +1,11 @@
-"""In-place writes of users to 16-bit weights whose master weights are kept apart.
+"""In-place writes of users to weights that stay gathered and that an optimizer updates.
 
-A step updates the master weights and rounds the weights from them, so a write to the weights alone would be gone after the next
-step. torch counts the in-place writes to a tensor (not those through its `.data`), and what is written through the flat buffer
-does not count: a parameter whose count has moved since it was last noted was written by somebody else. Before a step the ranks
-agree on which parameters these are, compare their values, and take them over into the master weights if all ranks have the
-same. Weights that are their own masters need none of this, and released ones cannot be written.
+Every rank writes its own copy, and each updates a part of the weights only: copies that differ would train on, differing. And a
+16-bit weight is rounded from its master in each step, so that a write to the weight alone would be gone after the next one.
+torch counts the in-place writes to a tensor (not those through its `.data`), and what is written through the flat buffer does
+not count: a parameter whose count has moved since it was last noted was written by somebody else. Before a step the ranks agree
+on which parameters these are, compare their values, and take them over into the master weights if all ranks have the same.
+Released weights cannot be written.
 
 Owns the counts and that decision. Refuses to know when there is a step, and who wrote.
 """
@@ -46,7 +47,7 @@ class Writes:
             home.member.index: home
             for unit in units
             for home in unit.homes()
-            if home.buffer.resident and home.buffer.master is not None and home.buffer.master is not home.buffer.shard
+            if home.buffer.resident and home.buffer.master is not None
         }
         self._watched = [(index, home.member.parameter) for index, home in self._homes.items()]
         self._counts = [parameter._version for _, parameter in self._watched]
