@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from shardwise.comm.channel import Channel, StoreChannel
 from shardwise.comm.events import Event
-from shardwise.comm.guard import Guard, Lane, Stream
+from shardwise.comm.guard import Crowd, Guard, Lane, Stream
 from shardwise.comm.handle import DONE, Handle
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.shared_transport import SharedTransport
@@ -28,8 +28,8 @@ from shardwise.mesh import Axis
 
 __all__ = ["Comm"]
 
-_streams: weakref.WeakKeyDictionary[dist.ProcessGroup, Stream] = weakref.WeakKeyDictionary()
-"""What was asked for on each process group, whichever `Comm` asked."""
+_crowds: weakref.WeakKeyDictionary[dist.ProcessGroup, Crowd] = weakref.WeakKeyDictionary()
+"""Who uses each process group."""
 
 _SUMMABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)
 
@@ -110,14 +110,15 @@ class Comm:
         self._transport = transport
         if transport.guarded:
             link = transport.connect(data)
-            stream = Stream() if link.checks else _stream_of(group)
-            self._user = stream.join()
+            crowd = _crowd_of(group)
+            stream = Stream() if link.checks else crowd.stream
+            self._user = crowd.join()
             try:
                 channel = _open_channel(data, transport, link, watchdog_s)
             except BaseException:
                 transport.abandon()
                 raise
-            self._guard = Guard(data, channel, watchdog_s, on_failure=transport.abandon, stream=stream)
+            self._guard = Guard(data, channel, watchdog_s, on_failure=transport.abandon, stream=stream, crowd=crowd)
             # Without close(), and at the end of the process: others may still be reading what they agreed on last.
             self._leaving = weakref.finalize(self, self._guard.leave)
 
@@ -320,10 +321,10 @@ class Comm:
         self.ledger.count(event.kind, axis.name, event.elements * itemsize)
 
 
-def _stream_of(group: dist.ProcessGroup | None) -> Stream:
+def _crowd_of(group: dist.ProcessGroup | None) -> Crowd:
     used = group or dist.group.WORLD
     assert used is not None, "the transport has found it"
-    return _streams.setdefault(used, Stream())
+    return _crowds.setdefault(used, Crowd())
 
 
 def _open_channel(data: Axis, transport: Transport, link: Link, watchdog_s: float) -> Channel:

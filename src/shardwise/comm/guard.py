@@ -14,9 +14,10 @@ passed with another event, and answer. Then every rank raises, with what each of
 Where the link itself compares (`Link.checks`), there is nothing to guess and to ask: every operation carries a digest of the
 whole history, and a rank that finds another digest raises the alarm. Such a history may hold events that need no message.
 
-Several engines may use one process group, each with its own guard and channel. What they send then shares one order, so their
-guards share one history (`Stream`), and look at each other's channels: ranks that use two engines in different orders find each
-other as ranks do that use two modules in different orders.
+Several engines may use one process group, each with its own guard and channel. They look at each other's channels (`Crowd`).
+Where what they send shares one order, their guards also share one history (`Stream`): ranks that use two engines in different
+orders find each other as ranks do that use two modules in different orders. Where each has a link of its own, two ranks may wait
+for each other, each in another engine; that is found by what they wait for.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from shardwise.comm.transport import Flight, Mismatch
 from shardwise.errors import DivergenceError, PeerLostError, ShardwiseError, StallError, UsageError, explain
 from shardwise.mesh import Axis
 
-__all__ = ["Guard", "Lane", "Stream"]
+__all__ = ["Crowd", "Guard", "Lane", "Stream"]
 
 _ERRORS: dict[str, type[ShardwiseError]] = {"diverged": DivergenceError, "stalled": StallError, "lost": PeerLostError}
 _GRACE_S = 3.0  # to hear the other ranks out before an error is raised, and to let them hear this one
@@ -48,23 +49,35 @@ _SAME_ORDER = (
     "run the same number of steps, and the same modules in the same order, on every rank, "
     "or declare those that may differ as leaf modules"
 )
+_SAME_ENGINES = "call the engines, their losses' backward and their steps in the same order on every rank"
 _SAME_STEPS = "run the same number of steps on every rank: a rank with fewer batches must not leave the loop earlier"
 _SEE_OUTPUT = "look at the output of that rank for the reason"
 _SEE_END = f"{_SEE_OUTPUT}; if it ended in good order, give every rank the same number of steps"
 
 
 class Stream:
-    """What was asked for on one process group, by all that use it.
+    """What was asked for in one order.
 
     Attributes:
         follower: the history.
         asking: what this rank wants to add to it, while it asks the others.
-        guards: of those that use the group now.
     """
 
     def __init__(self) -> None:
         self.follower = Follower()
         self.asking: Event | None = None
+
+
+class Crowd:
+    """All that use one process group.
+
+    Attributes:
+        stream: of what goes through the group itself, whoever sends it.
+        guards: of those that use the group now.
+    """
+
+    def __init__(self) -> None:
+        self.stream = Stream()
         self.guards: WeakSet[Guard] = WeakSet()
         self._users = 0
 
@@ -114,7 +127,8 @@ class Guard:
         watchdog_s: seconds after which a collective that does not finish is an error.
         tick_s: seconds between looks at the other ranks while waiting.
         on_failure: called once, before the first error is raised.
-        stream: what the ranks of `axis` ask for, where others ask for something through the same process group.
+        stream: what the ranks of `axis` ask for; one of its own by default.
+        crowd: the guards that may use the same ranks.
     """
 
     def __init__(
@@ -126,10 +140,12 @@ class Guard:
         tick_s: float = 1.0,
         on_failure: Callable[[], None] = lambda: None,
         stream: Stream | None = None,
+        crowd: Crowd | None = None,
     ) -> None:
         self.failure = ""
         self._stream = stream or Stream()
-        self._stream.guards.add(self)
+        self._crowd = crowd or Crowd()
+        self._crowd.guards.add(self)
         self._axis = axis
         self._rank = axis.rank
         self._channel = channel
@@ -266,12 +282,12 @@ class Guard:
             except ChannelGone:
                 pass  # the others are done as well, or dead; neither matters to one who leaves
         self.failure = self.failure or "it was closed"
-        self._stream.guards.discard(self)
+        self._crowd.guards.discard(self)
         self._channel.close()
 
     def leave(self) -> None:
         """Leave the channel without a word, as soon as no rank is still reading what was agreed on. Never raises."""
-        self._stream.guards.discard(self)
+        self._crowd.guards.discard(self)
         try:
             if not self.failure:
                 self.mark()
@@ -319,14 +335,15 @@ class Guard:
 
     def _look(self, lane: Lane, sequence: int, state: str) -> None:
         """Say what this rank is doing, and raise if what the others say means that it cannot go on."""
+        # Neighbours first: what is said there of the past is then never older than what is said here of the present.
+        for other in self._neighbours():
+            with suppress(ChannelGone):  # the engine it belongs to is closed elsewhere, and is next to be closed here
+                other._glance(sequence if other._shares(lane) else None)
         self._say(lane, sequence, state)
         self._looked = time.monotonic()
+        crossed = self._find_crossed() if state != "runs" else {}
         reports = self._hear(lane.axis)
         self._compare(reports)
-        if lane.stream is self._stream:
-            for other in self._neighbours():
-                with suppress(ChannelGone):  # the engine it belongs to is closed elsewhere, and is next to be closed here
-                    other._glance(sequence)
         gone = self._channel.gone(report.rank for report in reports)
         doing = f"rank {self._rank} {'was last in' if state == 'runs' else 'waits for'} {lane.label_at(sequence)}"
         for report in reports:
@@ -340,6 +357,9 @@ class Guard:
                     filter(None, [f"rank {report.rank} has closed its engine", report.text, "while others go on"])
                 )
                 self._fail("diverged", problem, found=doing, do=_SAME_STEPS)
+            if report.rank in crossed:
+                found = f"{doing}; rank {report.rank} waits for {crossed[report.rank]}, of another engine"
+                self._fail("diverged", "ranks use two engines in different orders", found=found, do=_SAME_ENGINES)
             if self._is_crossed(lane, report):
                 found = f"{doing}; rank {report.rank} waits for {report.label}"
                 self._fail("diverged", "ranks started collectives on two axes in different orders", found=found)
@@ -356,13 +376,31 @@ class Guard:
                 self._fail(report.failure, f"rank {report.rank} has stopped", found=report.text)
 
     def _neighbours(self) -> list[Guard]:
-        """The other guards of the same stream that still watch."""
-        return [guard for guard in list(self._stream.guards) if guard is not self and not guard.failure]
+        """The other guards of the crowd that still watch."""
+        return [guard for guard in list(self._crowd.guards) if guard is not self and not guard.failure]
 
-    def _glance(self, sequence: int) -> None:
-        """Look for a neighbour: say what came through it at that number, and hear whether ranks here asked for another."""
-        self._say(self.lane(self._axis), sequence, "runs")
+    def _shares(self, lane: Lane) -> bool:
+        """Whether what goes along that lane shares its order with what is watched here."""
+        return lane.stream is self._stream
+
+    def _glance(self, sequence: int | None) -> None:
+        """Look for a neighbour: say what came through it at that number, or last, and hear whether ranks here disagree."""
+        lane = self.lane(self._axis)
+        self._say(lane, lane.follower.count - 1 if sequence is None else sequence, "runs")
         self._compare(self._hear(self._axis))
+
+    def _find_crossed(self) -> dict[int, str]:
+        """What other ranks wait for in other engines and this one has not come to: they cannot come here before it has."""
+        found: dict[int, str] = {}
+        for other in self._neighbours():
+            with suppress(ChannelGone):
+                for report in other._hear(other._axis):
+                    theirs = other._by_key.get(report.lane)
+                    reached = theirs.follower.count if theirs else 0
+                    mine = str(self._rank) in report.lane.split("-")
+                    if report.state in ("waits", "asks") and mine and reached <= report.sequence:
+                        found[report.rank] = report.label
+        return found
 
     def _is_crossed(self, lane: Lane, report: Report) -> bool:
         """Whether that rank waits for this one on another lane, where this one has not come so far: neither could go on."""
@@ -425,7 +463,7 @@ class Guard:
         """Remember, tell the others, raise."""
         failure = explain(problem, expected=expected, found=found.rstrip("."), do=do)
         report = replace(about or Report(self._rank), state="failed", failure=kind, text=failure)
-        neighbours = self._neighbours()
+        neighbours = [guard for guard in self._neighbours() if guard._stream is self._stream]
         for guard in (self, *neighbours):  # what is in flight in the process group ends it for all that use it
             guard.failure = failure
             guard._on_failure()
@@ -467,7 +505,9 @@ class Guard:
 
     def _tell_all(self, report: Report, neighbours: list[Guard] | None = None) -> None:
         """Tell the ranks through the channels of the neighbours too, as they may be listening there."""
-        for guard in self._neighbours() if neighbours is None else neighbours:
+        if neighbours is None:
+            neighbours = [guard for guard in self._neighbours() if guard._stream is self._stream]
+        for guard in neighbours:
             with suppress(ChannelGone):
                 guard._tell(replace(report))
         self._tell(report)
