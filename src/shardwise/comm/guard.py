@@ -16,8 +16,8 @@ whole history, and a rank that finds another digest raises the alarm. Such a his
 
 Several engines may use one process group, each with its own guard and channel. They look at each other's channels (`Crowd`).
 Where what they send shares one order, their guards also share one history (`Stream`): ranks that use two engines in different
-orders find each other as ranks do that use two modules in different orders. Where each has a link of its own, two ranks may wait
-for each other, each in another engine; that is found by what they wait for.
+orders find each other as ranks do that use two modules in different orders. Where each has a link of its own, two ranks may
+wait for each other, each in another engine; that is found by what they wait for.
 """
 
 from __future__ import annotations
