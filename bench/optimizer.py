@@ -11,6 +11,7 @@ Owns the ways and their clock. Refuses to know engines and ranks.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -95,6 +96,7 @@ def _compiled(elements: int) -> Callable[[], None]:
         square.mul_(0.999).addcmul_(g, g, value=0.001)
         p.mul_(1 - 1e-5).sub_(rate * mean / (square.sqrt() / correction + 1e-8))
 
+    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # the first step is to show what compiling takes
     compiled = torch.compile(update)
     tensors = [torch.randn(elements), torch.randn(elements), torch.zeros(elements), torch.zeros(elements)]
     numbers = [torch.tensor(1e-3), torch.tensor(1.0)]

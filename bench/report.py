@@ -39,7 +39,7 @@ it is its own.
 STEP = """## The optimizer step
 
 Torch's fused kernels are used where they exist (Adam, AdamW, SGD, Adagrad in float32): one pass that unscales, clips and
-updates in place. Compiling the same update as one function is no faster, and its first step waits for a compiler. Where weights
+updates in place. Compiling the same update as one function gains little, and its first step waits for a compiler. Where weights
 have 16 bits, or a rule has no kernel, the pass goes through blocks that stay in the cache. A step can beat a copy per byte, as
 it reads more than it writes.
 """
@@ -53,7 +53,8 @@ the ZeRO paper ([arXiv:1910.02054](https://arxiv.org/abs/1910.02054)).
 
 SCALE_RANKS = ("8", "64", "512", "4096")
 COVER_COMPARE = "tests/unit/test_bench_compare.py::test_two_ranks_agree_with_plain_pytorch"
-COVER_FLOOR = "tests/unit/test_bench_floor.py"
+COVER_FLOOR = "tests/unit/test_bench_floor.py::test_processes_that_only_compute"
+COVER_STEP = "tests/unit/test_bench_floor.py::test_the_step_beside_a_copy"
 COVER_SCALE = "tests/unit/test_bench_scale.py::test_it_prints_a_table_for_each_stage"
 
 
@@ -76,7 +77,7 @@ def page(runs: Sequence[Run], scale: str, images: str, floor: str = "", step: st
     if floor:
         parts += [FLOOR, _command("python -m bench.floor --case comm --world 2", COVER_FLOOR), _verbatim(floor)]
     if step:
-        parts += [STEP, _command("python -m bench.optimizer", COVER_FLOOR), _verbatim(step)]
+        parts += [STEP, _command("python -m bench.optimizer", COVER_STEP), _verbatim(step)]
     parts += [SCALE, _command(f"python -m bench.scale --ranks {' '.join(SCALE_RANKS)}", COVER_SCALE)]
     parts.append(_verbatim(scale))
     return "\n".join(parts)
