@@ -39,7 +39,7 @@ format: $(VENV)/.installed-dev ## Bring the code into its style
 docs: $(VENV)/.installed-dev ## Check the documentation: links hold, code blocks run
 	$(BIN)/python -m pytest tests/unit/test_docs.py -v
 
-bench: $(VENV)/.installed ## Time a step beside PyTorch, DDP, FSDP2 and DeepSpeed if it is there (about 5 minutes)
+bench: $(VENV)/.installed ## Time a step beside PyTorch, DDP, FSDP2 and, if it is there, DeepSpeed (5 to 12 minutes)
 	$(BIN)/python -m bench.compare --case comm --world 2 --rounds 3 $(ARGS)
 
 peers: $(VENV)/.installed ## Install DeepSpeed, for bench

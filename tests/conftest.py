@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+
+# A shell that starts tests in the background has them ignore SIGINT, and all that they start would inherit it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # One thread per process: the ranks of a test share the cores of one machine. Read by torch when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
