@@ -104,7 +104,8 @@ def test_two_engines_of_one_process_group_used_in_different_orders(warm: int, sh
     order = (second, first) if axis.index == axis.size - 1 else (first, second)
     mixed = r"for 'embed' \(all_reduce of 4 x float32\).*for 'embed' .* engine 2 of this process group"
     crossed = r"ranks use two engines in different orders: found rank \d waits for 'embed' .*; rank \d waits for 'embed' "
-    with soon(DivergenceError, crossed if share else mixed):
+    # Over sockets it depends on who looks up first whether they are seen to ask, or to wait, for different things.
+    with soon(DivergenceError, crossed if share else f"{mixed}|{crossed}"):
         for comm in order:
             use(comm, axis, "embed", "head")
     if not share:

@@ -10,7 +10,8 @@ import pytest
 
 from shardwise.comm.channel import ChannelGone
 from shardwise.comm.events import Event
-from shardwise.comm.guard import Guard, Lane
+from shardwise.comm.guard import Guard
+from shardwise.comm.lanes import Lane
 from shardwise.comm.reports import Report, tell_apart
 from shardwise.comm.transport import FINISHED
 from shardwise.errors import DivergenceError, PeerLostError, ShardwiseError, StallError, UsageError

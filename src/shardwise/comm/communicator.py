@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from shardwise.comm.channel import Channel, StoreChannel
 from shardwise.comm.events import Event
-from shardwise.comm.guard import Crowd, Guard, Lane, Stream
+from shardwise.comm.guard import Guard
 from shardwise.comm.handle import DONE, Handle
+from shardwise.comm.lanes import Crowd, Lane, Stream
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.shared_transport import SharedTransport
 from shardwise.comm.torch_transport import TorchTransport

@@ -27,22 +27,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import NoReturn
-from weakref import WeakSet
-from zlib import crc32
 
 from shardwise.comm.channel import Ballot, Channel, ChannelGone
-from shardwise.comm.events import Event, Follower, digest_of
+from shardwise.comm.events import Event
+from shardwise.comm.lanes import Crowd, Lane, Stream
 from shardwise.comm.reports import Report, first_difference, tell_apart
 from shardwise.comm.transport import Flight, Mismatch
 from shardwise.errors import DivergenceError, PeerLostError, ShardwiseError, StallError, UsageError, explain
 from shardwise.mesh import Axis
 
-__all__ = ["Crowd", "Guard", "Lane", "Stream"]
+__all__ = ["Guard"]
 
 _ERRORS: dict[str, type[ShardwiseError]] = {"diverged": DivergenceError, "stalled": StallError, "lost": PeerLostError}
 _GRACE_S = 3.0  # to hear the other ranks out before an error is raised, and to let them hear this one
 _DEATH_S = 1.0  # between the end of a process's connections and the end of the process
-_TRAIL = 256  # events that are compared to find the first that differs
 _LOOK_S = 2.0  # between looks at the other ranks while this one is not waiting
 _COUNT = 1 << 48  # a counter holds the number of ranks above this bit and the sum of their digests below: 32767 ranks
 _SAME_ORDER = (
@@ -53,69 +51,6 @@ _SAME_ENGINES = "call the engines, their losses' backward and their steps in the
 _SAME_STEPS = "run the same number of steps on every rank: a rank with fewer batches must not leave the loop earlier"
 _SEE_OUTPUT = "look at the output of that rank for the reason"
 _SEE_END = f"{_SEE_OUTPUT}; if it ended in good order, give every rank the same number of steps"
-
-
-class Stream:
-    """What was asked for in one order.
-
-    Attributes:
-        follower: the history.
-        asking: what this rank wants to add to it, while it asks the others.
-    """
-
-    def __init__(self) -> None:
-        self.follower = Follower()
-        self.asking: Event | None = None
-
-
-class Crowd:
-    """All that use one process group.
-
-    Attributes:
-        stream: of what goes through the group itself, whoever sends it.
-        guards: of those that use the group now.
-    """
-
-    def __init__(self) -> None:
-        self.stream = Stream()
-        self.guards: WeakSet[Guard] = WeakSet()
-        self._users = 0
-
-    def join(self) -> int:
-        """The number of one more user, the same on every rank if all ranks bring their users in the same order."""
-        self._users += 1
-        return self._users - 1
-
-
-class Lane:
-    """The ranks of one axis, and what they have asked for so far."""
-
-    def __init__(self, axis: Axis, stream: Stream) -> None:
-        self.axis = axis
-        self.key = "-".join(map(str, axis.ranks))
-        self.stream = stream
-        self.follower = stream.follower
-        self.checked = False  # whether the link itself notices that the histories of the ranks differ
-        self.digest = 0  # of the whole history
-        self.verified = -1  # number of the last event up to which all ranks have the same history
-        self.agreed = -1  # number of the last event that the ranks agreed on through the channel
-        self.litter: list[str] = []
-
-    def label_at(self, sequence: int) -> str:
-        """What this rank asked for at that number; empty if it has not come there, or too long ago."""
-        asking = self.stream.asking
-        event = asking if asking is not None and sequence == self.follower.count else self.follower.at(sequence)
-        return event.label if event else ""
-
-    def record(self, event: Event) -> None:
-        """Append an event without asking anybody."""
-        self.follower.record(event)
-        self.digest = crc32(digest_of(event).to_bytes(4, "big"), self.digest)
-
-    def trail(self) -> list[str]:
-        """What this rank has asked for since all ranks were last known to have asked for the same."""
-        first = max(self.verified + 1, self.follower.count - _TRAIL)
-        return [self.label_at(sequence) for sequence in range(first, self.follower.count)]
 
 
 class Guard:
