@@ -17,11 +17,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from bench.cases import CASES, Task, make_task
+from bench.cases import CASES, WARM_UP, Task, make_task
 
 __all__ = ["main"]
 
-WARM_UP = 3
 ANSWER_WITHIN_S = 600.0
 
 

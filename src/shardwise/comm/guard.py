@@ -314,6 +314,10 @@ class Guard:
         """The other guards of the crowd that still watch."""
         return [guard for guard in list(self._crowd.guards) if guard is not self and not guard.failure]
 
+    def _companions(self) -> list[Guard]:
+        """Those of them that watch the same stream: what ends it for one ends it for all."""
+        return [guard for guard in self._neighbours() if guard._shares(self.lane(self._axis))]
+
     def _shares(self, lane: Lane) -> bool:
         """Whether what goes along that lane shares its order with what is watched here."""
         return lane.stream is self._stream
@@ -348,7 +352,7 @@ class Guard:
     def diverged(self, lane: Lane, sequence: int) -> NoReturn:
         """Raise DivergenceError, with what every rank of the lane asked for."""
         answer = self._answer(lane, sequence)
-        self._tell_all(answer)
+        self._tell_all(answer, self._companions())
         limit = time.monotonic() + _GRACE_S
         while True:
             others = self._hear(lane.axis)
@@ -398,12 +402,12 @@ class Guard:
         """Remember, tell the others, raise."""
         failure = explain(problem, expected=expected, found=found.rstrip("."), do=do)
         report = replace(about or Report(self._rank), state="failed", failure=kind, text=failure)
-        neighbours = [guard for guard in self._neighbours() if guard._stream is self._stream]
-        for guard in (self, *neighbours):  # what is in flight in the process group ends it for all that use it
+        companions = self._companions()
+        for guard in (self, *companions):  # what is in flight in the process group ends it for all that use it
             guard.failure = failure
             guard._on_failure()
         try:
-            self._tell_all(report, neighbours)
+            self._tell_all(report, companions)
             self._linger(lambda report: report.state in ("failed", "closed"))
         except ChannelGone:
             pass  # nobody is left to be told
@@ -438,11 +442,9 @@ class Guard:
         report.reached = {lane.key: lane.follower.count for lane in self._by_key.values()}
         self._channel.tell(self._rank, report.message())
 
-    def _tell_all(self, report: Report, neighbours: list[Guard] | None = None) -> None:
-        """Tell the ranks through the channels of the neighbours too, as they may be listening there."""
-        if neighbours is None:
-            neighbours = [guard for guard in self._neighbours() if guard._stream is self._stream]
-        for guard in neighbours:
+    def _tell_all(self, report: Report, companions: list[Guard]) -> None:
+        """Tell the ranks through the companions' channels too, as they may be listening there."""
+        for guard in companions:
             with suppress(ChannelGone):
                 guard._tell(replace(report))
         self._tell(report)
