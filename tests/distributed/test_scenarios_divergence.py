@@ -286,7 +286,7 @@ DIFFERENT_WAYS = [(("one", "other"), 3), (("same", "swapped"), 0), pytest.param(
 def test_different_units_at_stage_3_are_a_named_error_on_both_ranks(ways: tuple[str, str], warm: int) -> None:
     """Also when it comes out of the engine's own `with` block, which must not hide it."""
     # Weights may be gathered by a wrong guess, so it is not always the first module that tells the ranks apart.
-    named = r"(?s)rank 0: (?:asks|waits) for '(gather|reduce) [\w.<>]+'.*rank 1: (?:asks|waits) for '(gather|reduce) [\w.<>]+'"
+    named = r"(?s)rank 0: asks for '(gather|reduce) [\w.<>]+'.*rank 1: asks for '(gather|reduce) [\w.<>]+'"
     model = build(Forked)
     with soon(f"{named}.*declare those that may differ as leaf modules"), start(model, 3) as engine:
         train(engine, warm)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import pytest
 
@@ -416,6 +417,9 @@ def test_reports_travel_and_read_well() -> None:
     assert not again.passed("0-3", 6)
     assert not again.passed("other", 0)
     assert again.words(time.time()) == "was last seen after 'x' (barrier), 12 s ago"
+    assert again.asking("0-3", 5).words(0.0) == "asks for 'x' (barrier)", "what it asked for at that number, wherever it is now"
+    assert again.asking("0-3", 4) == again.asking("other", 5) == again
+    assert replace(again, state="closed").asking("0-3", 5).state == "closed"
     many = [Report(rank, "asks", label=f"'{rank}'") for rank in range(12)]
     assert tell_apart(many, 0.0).endswith("rank 7: asks for '7'; and 4 more")
     same = [Report(rank, "closed") for rank in range(20)]

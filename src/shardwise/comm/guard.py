@@ -362,6 +362,7 @@ class Guard:
         reports = sorted([answer, *others], key=lambda each: each.rank)
         if lane.checked:
             sequence, reports = first_difference(reports, sequence)
+        reports = [each.asking(lane.key, sequence) for each in reports]
         self._fail(
             "diverged",
             f"the ranks of axis {lane.axis.name!r} ask for different collectives (number {sequence} on this axis)",

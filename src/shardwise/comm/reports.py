@@ -57,6 +57,11 @@ class Report:
         """Whether it says what it asked for there, or brings the part of its history in which that is."""
         return self.lane == lane and (bool(self.trail) or self.sequence == sequence)
 
+    def asking(self, lane: str, sequence: int) -> Report:
+        """The report, worded as what was asked for if it tells of that very number; the rank may be past it, or wait in it."""
+        told = self.state in ("runs", "waits") and self.lane == lane and self.sequence == sequence
+        return replace(self, state="asks") if told else self
+
     def words(self, now: float) -> str:
         """What the rank did, for people: the part of a sentence that follows "rank 3"."""
         if self.state == "silent":
