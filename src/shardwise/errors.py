@@ -7,6 +7,7 @@ Owns the classes and the one form every message has: what was expected, what was
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "DivergenceError",
     "LaunchError",
@@ -60,6 +61,10 @@ class StallError(ShardwiseError, RuntimeError):
 
 class PeerLostError(ShardwiseError, RuntimeError):
     """Another rank died, or its connection broke, while this rank was waiting for it."""
+
+
+class CheckpointError(ShardwiseError, RuntimeError):
+    """A checkpoint cannot be written or read: it is damaged, missing, or of another model; or the disk refuses."""
 
 
 class LaunchError(ShardwiseError, RuntimeError):
