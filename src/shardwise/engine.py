@@ -6,9 +6,10 @@ and what only this package asks is on the `Trainer` behind it. Refuses to know h
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import TracebackType
+from pathlib import Path
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.device import available_bytes
 from shardwise.errors import UsageError, explain
+from shardwise.persistence import Keeper, Request, Wishes, consolidate, save_consolidated
 from shardwise.trainer import Parts, Trainer
 from shardwise.zero import find_tensors, map_tensors
 
@@ -69,6 +71,7 @@ class Engine(nn.Module):
         self.optimizer = parts.optimizer
         self.lr_scheduler: Any = None
         self._trainer = trainer
+        self._keeper = Keeper(trainer)
         self._compiled: list[nn.Module] = []
 
     # -- the loop ----------------------------------------------------------------------------------------------------------
@@ -229,6 +232,107 @@ class Engine(nn.Module):
         report["unsharded_optimizer"] = unsharded_masters + (round(moments * whole / elements) if elements else 0)
         return report
 
+    # -- checkpoints -------------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] = MappingProxyType({}),
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save all that is needed to go on exactly: on as many ranks as there are now, or on others, at any stage.
+
+        Collective: every rank calls it. Nothing under `save_dir/tag` is ever half-written, and what was saved before stays
+        valid whatever happens. With `"checkpoint": {"async": true}` it returns when the state is copied to host memory; see
+        `wait_for_checkpoint`.
+
+        Args:
+            save_dir: the run's directory, which all ranks see; made if it is not there.
+            tag: name of the checkpoint; `global_step<N>` if None.
+            client_state: what `load_checkpoint` shall return; the first rank's counts. Plain values and tensors load anywhere.
+            save_latest: make it the one that is loaded if no tag is given.
+            exclude_frozen_parameters: leave out weights that do not require gradients.
+
+        Returns:
+            True.
+
+        Raises:
+            CheckpointError: it could not be saved, or an earlier save in the background was not; on every rank.
+        """
+        self._keeper.save(
+            save_dir, tag, client_state, self.lr_scheduler, latest=save_latest, without_frozen=exclude_frozen_parameters
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., object] | None = None,
+        *,
+        fallback: bool = False,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Go on from a checkpoint, whatever number of ranks, stage and precision it was saved with. Collective.
+
+        Args:
+            load_dir: the directory it was saved to.
+            tag: which one; None for the latest.
+            load_module_strict: every weight and buffer must be on both sides. False loads what fits, and says in the log what
+                did not; a weight of another shape is an error in any case.
+            load_optimizer_states: also the optimizer's state, the options of its groups, the loss scale and, on as many ranks
+                as saved it, random generators.
+            load_lr_scheduler_states: also how far the schedule is.
+            load_module_only: weights and buffers, nothing else.
+            custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` to put the weights into the gathered model.
+            fallback: where the checkpoint is damaged, take the newest one that is not.
+
+        Returns:
+            its path and the `client_state`; `(None, {})` if there is none yet.
+
+        Raises:
+            CheckpointError: it does not fit, or is not there; on every rank.
+            CheckpointDamagedError: a file is not as it was written. The engine cannot be used until another one is loaded.
+        """
+        wishes = Wishes(load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        request = Request(Path(load_dir), tag, load_module_strict, wishes, custom_load_fn, fallback)
+        path, client_state, _ = self._keeper.load(request, self.lr_scheduler)
+        return path, client_state
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when a save in the background is complete on all ranks. Collective.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        self._keeper.wait()
+
+    def save_16bit_model(
+        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write all weights, in the dtype the model computes in, as one file for torch.load (or safetensors). Collective."""
+        self._trainer.check_usable()
+        save_consolidated(self._trainer.parts, Path(save_dir) / save_filename, without_frozen=exclude_frozen_parameters)
+        return True
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """The model's state dict with whole weights, in host memory, on the first rank; None on the others. Collective."""
+        self._trainer.check_usable()
+        return consolidate(self._trainer.parts, without_frozen=exclude_frozen_parameters)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """`module_state_dict`, under the name that Transformers and Accelerate call."""
+        return self.module_state_dict(exclude_frozen_parameters)
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether the configuration asks for whole weights when a model is saved."""
+        return self._trainer.parts.config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+
     # -- life --------------------------------------------------------------------------------------------------------------
 
     def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -249,7 +353,10 @@ class Engine(nn.Module):
         for module in self._compiled:
             module.__dict__.pop("forward", None)
         self._compiled.clear()
-        self._trainer.close(restore=restore)
+        try:
+            self._trainer.close(restore=restore)
+        finally:
+            self._keeper.close()
 
     def __enter__(self) -> Engine:
         return self

@@ -7,6 +7,7 @@ Owns the classes and the one form every message has: what was expected, what was
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointDamagedError",
     "CheckpointError",
     "ConfigError",
     "DivergenceError",
@@ -65,6 +66,10 @@ class PeerLostError(ShardwiseError, RuntimeError):
 
 class CheckpointError(ShardwiseError, RuntimeError):
     """A checkpoint cannot be written or read: it is damaged, missing, or of another model; or the disk refuses."""
+
+
+class CheckpointDamagedError(CheckpointError):
+    """A file of a checkpoint is missing or is not as it was written; another checkpoint may be whole."""
 
 
 class LaunchError(ShardwiseError, RuntimeError):

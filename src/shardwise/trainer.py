@@ -61,6 +61,7 @@ class Trainer:
         skipped_steps: steps left out because gradients were not finite.
         applied: whether the last `step()` changed the weights.
         grad_norm: norm of all gradients in the last boundary's step, before clipping; None before the first.
+        unusable: why the weights mean nothing at the moment; empty if they do.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -72,6 +73,7 @@ class Trainer:
         self.skipped_steps = 0
         self.applied = False
         self.grad_norm: float | None = None
+        self.unusable = ""
         self._prescaled = False  # whether the plain backward that begins is of a scaled loss
         self._serving = 0  # depth of `serving()`
         self._closed = False
@@ -284,9 +286,17 @@ class Trainer:
         if self._closed:
             raise UsageError(explain("this engine was destroyed", do="make a new one with shardwise.initialize"))
 
+    def check_usable(self) -> None:
+        """Raise if the weights mean nothing."""
+        self.check_open()
+        if self.unusable:
+            raise UsageError(
+                explain("this engine has no valid weights", found=self.unusable, do="load a checkpoint that is whole")
+            )
+
     def check_training(self) -> None:
         """Raise if nothing may be trained now."""
-        self.check_open()
+        self.check_usable()
         if self._serving:
             raise UsageError(
                 explain(

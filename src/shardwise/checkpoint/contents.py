@@ -17,7 +17,7 @@ from shardwise.errors import CheckpointError, explain
 
 __all__ = ["DTYPES", "Facts", "Key", "Kind", "Part", "Source", "Spec", "dtype_called", "dtype_name", "real_dtype"]
 
-Kind = Literal["weight", "buffer", "optimizer"]
+Kind = Literal["weight", "buffer", "optimizer", "random"]
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -48,8 +48,9 @@ class Key(NamedTuple):
     """Which tensor.
 
     Args:
-        kind: a weight in full precision (the master, where there is one), a module buffer, or optimizer state.
-        name: first name of the parameter or buffer in the model.
+        kind: a weight in full precision (the master, where there is one), a module buffer, optimizer state, or the state of
+            random generators.
+        name: first name of the parameter or buffer in the model; for random generators, the number of the rank.
         state: which optimizer state, by torch's name ("exp_avg", ...); empty for the other kinds.
     """
 
@@ -116,6 +117,7 @@ class Facts:
         steps: how many updates each parameter has had, by name.
         numbers: optimizer state that is no tensor of the parameter's length: by parameter, then by name of the state.
         loss_scale, schedule, loader: what their `state_dict` gave; empty where there was none.
+        extra: what modules save besides parameters and buffers, by its name in the state dict.
         ties: other names of weights and the first one.
         excluded: names of frozen weights that were left out on purpose.
         weight_dtypes: the dtype in which the model computes, where it is not that of the stored weight, by name.
@@ -129,6 +131,7 @@ class Facts:
     loss_scale: dict[str, Any] = field(default_factory=dict[str, Any])
     schedule: dict[str, Any] = field(default_factory=dict[str, Any])
     loader: dict[str, Any] = field(default_factory=dict[str, Any])
+    extra: dict[str, Any] = field(default_factory=dict[str, Any])
     ties: dict[str, str] = field(default_factory=dict[str, str])
     excluded: list[str] = field(default_factory=list[str])
     weight_dtypes: dict[str, str] = field(default_factory=dict[str, str])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwise.errors import CheckpointError, explain
 
-__all__ = ["dumps", "loads", "to_json"]
+__all__ = ["checked", "dumps", "from_json", "loads", "to_json"]
 
 _TAG = "!"
 _LARGEST = 1 << 16  # elements of a tensor among plain values; more belongs into a data file
@@ -47,6 +47,11 @@ def loads(text: str | bytes, about: str) -> Any:
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
         problem = f"{about} cannot be read"
         raise CheckpointError(explain(problem, expected="JSON text", found=f"{type(error).__name__}: {error}")) from None
+
+
+def checked(value: Any, about: str) -> Any:
+    """A deep copy of a plain value, as it will come back. Raises CheckpointError if it is not plain."""
+    return from_json(to_json(value, about))
 
 
 def to_json(value: Any, about: str) -> Any:

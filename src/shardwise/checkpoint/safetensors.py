@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 
 from shardwise.checkpoint.contents import dtype_called, dtype_name
-from shardwise.errors import CheckpointError, explain
+from shardwise.errors import CheckpointDamagedError, CheckpointError, explain
 
 __all__ = ["Header", "Stored", "encode_header", "read_header"]
 
@@ -96,7 +96,7 @@ def read_header(path: str | Path) -> Header:
             size = os.fstat(file.fileno()).st_size
             text = _read_text(path, file, size)
     except OSError as error:
-        raise CheckpointError(explain(f"{path} cannot be read", found=error.strerror or str(error))) from None
+        raise CheckpointDamagedError(explain(f"{path} cannot be read", found=error.strerror or str(error))) from None
     try:
         found = json.loads(text)
         if not isinstance(found, dict):
@@ -143,5 +143,5 @@ def _whole(value: Any) -> int:
     return value
 
 
-def _damaged(path: Path, found: str) -> CheckpointError:
-    return CheckpointError(explain(f"{path} is damaged", expected="a safetensors file", found=found))
+def _damaged(path: Path, found: str) -> CheckpointDamagedError:
+    return CheckpointDamagedError(explain(f"{path} is damaged", expected="a safetensors file", found=found))

@@ -85,7 +85,7 @@ _DIFFERENCES = """\
 - `reduce_bucket_size` and `allgather_bucket_size` have no effect, and 0 is an error all the same.
 - The stair counts of `OneCycle` do what DeepSpeed documents; versions of it that ignore them train on a straight line instead.
 - `OneCycle` leaves the second beta of an optimizer alone, and cycles the momentum of SGD too.
-- The `checkpoint` section is accepted without effect: there are no checkpoints of a training run yet.
+- Every checkpoint loads at any number of ranks, so `checkpoint.load_universal` has nothing to switch.
 """
 
 _OPTIMIZERS = """\

@@ -1,14 +1,12 @@
-"""The remaining sections: optimizer and schedule, and those that tune what does not exist here: checkpoints, recomputation,
-disk.
-"""
+"""The remaining sections: optimizer, schedule, checkpoints; and two that tune what does not exist here: recomputation, disk."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, create_model
 
-from shardwise.config.fields import Section, Upper, Whole, inert, key, later
+from shardwise.config.fields import Lower, Section, Upper, Whole, inert, key, later
 
 __all__ = ["ActivationCheckpointing", "Aio", "Checkpoint", "Optimizer", "Scheduler"]
 
@@ -35,15 +33,43 @@ class Scheduler(Section):
     )
 
 
-class Checkpoint(Section):
-    """Checkpoints of a training run; the section will have meaning once there are any."""
+class CheckpointKeys(Section):
+    """Checkpoints of a training run."""
 
-    tag_validation: Annotated[Literal["WARN", "FAIL", "IGNORE"], Upper] = inert(
-        "WARN", "What to do when ranks were given different checkpoint tags."
+    tag_validation: Annotated[Literal["WARN", "FAIL", "IGNORE"], Upper] = key(
+        "WARN", "What to do when ranks were given different checkpoint tags; unless it fails, the first rank's is taken."
     )
-    use_node_local_storage: bool = inert(False, "Every node writes its part to its own disk.")
-    load_universal: bool = inert(False, "Every checkpoint will be universal.")
+    keep_last: Whole = key(
+        0,
+        "Shardwise only: how many checkpoints stay in a directory; older ones are deleted after a save. 0 keeps all.",
+        ge=0,
+    )
+    on_busy: Annotated[Literal["wait", "refuse"], Lower] = key(
+        "wait", "Shardwise only: what a save does while the one before is still being written in the background."
+    )
+    use_node_local_storage: bool = later(False, "Every node writes its part to its own disk.")
+    load_universal: bool = inert(False, "Every checkpoint is universal.")
     writer: dict[str, Any] | None = inert(None, "Settings of the checkpoint writer.")
+
+    @property
+    def asynchronous(self) -> bool:
+        """The key "async", which Python does not take as a name."""
+        return bool(getattr(self, "async"))
+
+
+_ASYNC = key(
+    False,
+    "Shardwise only: a save copies the state to host memory and returns; the files are written while training goes on.",
+)
+
+if TYPE_CHECKING:
+
+    class Checkpoint(CheckpointKeys):
+        """Checkpoints of a training run."""
+else:
+    Checkpoint = create_model(
+        "Checkpoint", __base__=CheckpointKeys, __doc__=CheckpointKeys.__doc__, **{"async": (bool, _ASYNC)}
+    )
 
 
 class ActivationCheckpointing(Section):

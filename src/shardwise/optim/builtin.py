@@ -123,6 +123,11 @@ class RuleDriver(Driver):
         self._groups = groups
         self._scratch = Scratch()
 
+    @property
+    def name(self) -> str:
+        """Of the rule."""
+        return self.rule.name
+
     def update(self, groups: Groups, scale: float, used: Sequence[bool], sums: Sums) -> None:
         """One pass over every run of pieces in use."""
         for shard in self.shards:

@@ -70,6 +70,11 @@ class Driver(ABC):
         self._carried: Mapping[str, PieceState] = {}
 
     @property
+    @abstractmethod
+    def name(self) -> str:
+        """Of the rule: state of one driver means something to another of the same name."""
+
+    @property
     def inner(self) -> Optimizer | None:
         """The torch optimizer that does the work, where there is one."""
         return None

@@ -41,6 +41,11 @@ class TorchDriver(Driver):
         self._inner = copy_onto(template, by_group)
 
     @property
+    def name(self) -> str:
+        """Of the optimizer's class."""
+        return type(self._inner).__name__
+
+    @property
     def inner(self) -> Optimizer:
         """The optimizer that does the work."""
         return self._inner

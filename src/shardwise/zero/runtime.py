@@ -155,6 +155,20 @@ class Runtime:
             unit.changed()
         self._order.release_all()
 
+    def settle_writes(self) -> None:
+        """Take in-place writes of users over into the master weights now. Collective.
+
+        Raises:
+            ParameterError: weights were written differently on different ranks.
+        """
+        self.backward.finish()
+        self._writes.settle()
+
+    def other_state(self) -> dict[str, Any]:
+        """What the model's `state_dict` holds besides parameters: buffers, and what its modules add by themselves."""
+        found: dict[str, Any] = self._modules[0].state_dict(keep_vars=True)
+        return {name: value for name, value in found.items() if not isinstance(value, nn.Parameter)}
+
     @contextmanager
     def pinned(self) -> Generator[None]:
         """All weights, gathered once and kept until the end of the context, in memory that users may keep."""

@@ -22,8 +22,8 @@ log = logging.getLogger("shardwise")
 
 
 def warn_of_placeholders(units: Iterable[Unit], module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Before `state_dict`: say so if released weights will be in it."""
-    if any(unit.state is State.RESTING for unit in units):
+    """Before `state_dict`: say so if released weights will be in it. Whoever keeps the variables asks for no values."""
+    if not keep_vars and any(unit.state is State.RESTING for unit in units):
         log.warning(
             "state_dict() of a sharded model holds NaN in place of released weights; "
             "read it inside `with engine.inference():`, where they are whole"

@@ -62,6 +62,20 @@ class Writes:
         pairs = zip(self._watched, self._counts, strict=True)
         self._counts = [count if index in but else parameter._version for (index, parameter), count in pairs]
 
+    def settle(self) -> None:
+        """Take over what was written so far, outside of a step. Collective.
+
+        Raises:
+            ParameterError: as `take_over`.
+        """
+        if self._homes:
+            device = next(iter(self._homes.values())).buffer.shard.device
+            flags = torch.zeros(max(self._homes) + 1, dtype=torch.int32, device=device)
+            self.announce(flags)
+            self._comm.all_reduce(flags, self._data, "agree on written weights").wait()
+            counts: Any = flags
+            self.take_over(counts.tolist())
+
     def announce(self, flags: Tensor) -> None:
         """Add to small flags, one for each parameter and perhaps more, that this rank has found writes."""
         found = sorted(self.found())

@@ -1,0 +1,11 @@
+"""Between an engine and its checkpoints.
+
+`collect` says what a rank has to save, `match` how a checkpoint fits a model, `restore` takes it over, and `Keeper` makes all
+ranks do so together. `consolidate` puts whole weights together for other libraries. Refuses to know how files look.
+"""
+
+from shardwise.persistence.consolidate import consolidate, save_consolidated
+from shardwise.persistence.keeper import Keeper, Request
+from shardwise.persistence.restore import Wishes
+
+__all__ = ["Keeper", "Request", "Wishes", "consolidate", "save_consolidated"]

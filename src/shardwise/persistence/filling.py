@@ -1,0 +1,56 @@
+"""Filling tensors from a checkpoint.
+
+Owns the way through memory of their own for values that are stored in another format than they are wanted. Refuses to know what
+the tensors are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint import Key, Part, Source
+
+__all__ = ["Filling"]
+
+_STAGED = 1 << 28  # bytes that may wait in memory of their own
+
+
+class Filling:
+    """Tensors to be filled from a source, and what is to be done when they are.
+
+    Where the values cannot be read straight to where they belong, they go through memory of their own.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self._parts: list[Part] = []
+        self._then: list[Callable[[], object]] = []
+        self._staged = 0
+
+    def add(self, key: Key, start: int, target: Tensor) -> None:
+        """Ask for elements of a tensor."""
+        spec = self.source.specs[key]
+        real = spec.dtype.to_real() if spec.dtype.is_complex else spec.dtype
+        if target.dtype == real:
+            self._parts.append(Part(key, spec, start, target))
+            return
+        staged = torch.empty(target.shape, dtype=real)
+        self._parts.append(Part(key, spec, start, staged))
+        self._then.append(lambda: target.copy_(staged))
+        self._staged += staged.nbytes
+        if self._staged > _STAGED:
+            self.run()
+
+    def then(self, work: Callable[[], object]) -> None:
+        """Do something after everything that was asked for so far."""
+        self._then.append(work)
+
+    def run(self) -> None:
+        """Read now."""
+        self.source.read(self._parts)
+        for work in self._then:
+            work()
+        self._parts, self._then, self._staged = [], [], 0
