@@ -5,6 +5,7 @@ Owns what is done with what was read. Refuses to know files, and when ranks meet
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -22,6 +23,8 @@ from shardwise.trainer import Parts, Trainer
 from shardwise.zero import GatheredParameters
 
 __all__ = ["Wishes", "load_by_user", "restore"]
+
+log = logging.getLogger("shardwise")
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ def restore(trainer: Trainer, schedule: Any, source: Source, names: Mapping[str,
     notes: list[str] = []
     if wishes.optimizer and parts.step_path is not None:
         notes += _load_optimizer(parts, source, names)
-        _load_random_state(parts, source, notes)
+        _load_random_state(parts, source)
     return [*notes, *_load_facts(trainer, schedule, source.facts, wishes)]
 
 
@@ -172,11 +175,12 @@ def _load_piece(parts: Parts, filling: Filling, place: tuple[int, int], name: st
             filling.add(Key("optimizer", name, state), piece.offset, views[state])
 
 
-def _load_random_state(parts: Parts, source: Source, notes: list[str]) -> None:
+def _load_random_state(parts: Parts, source: Source) -> None:
     """Only on as many ranks as saved it: with others, samples meet other ranks in any case."""
     key = Key("random", str(parts.mesh.data.index))
     if sum(each.kind == "random" for each in source.specs) != parts.mesh.data.size:
-        notes.append("random generators are left as they are, as they were saved on another number of ranks")
+        if parts.mesh.data.index == 0:
+            log.info("random generators are left as they are: %s was saved on another number of ranks", source.where)
         return
     data = torch.empty(source.specs[key].length, dtype=torch.uint8)
     source.read([Part(key, source.specs[key], 0, data)])
