@@ -137,7 +137,7 @@ class _Bench:
         self._progress = progress
         self._steps = self._done = 0
         self._settings = DiskSettings(buffer_size=self._buffer_size)
-        self._memory = [self._random(self._buffer_size) for _ in range(self._settings.buffer_count)]
+        self._memory: list[torch.Tensor] = []
 
     def run(self, threads: Sequence[int], blocks: Sequence[int]) -> Measurement:
         base = self._settings
@@ -146,6 +146,7 @@ class _Bench:
         self._steps = _ROUNDS * (1 + len(grid) + len(smaller)) + 1
         with self._plain_file() as file:
             direct = file.direct
+        self._memory = [self._random(self._buffer_size) for _ in range(base.buffer_count)]
         plain, speeds = Speed(), {settings: Speed() for settings in grid}
         # In rounds, so that a slow minute of the machine hits all alike.
         for _ in range(_ROUNDS):

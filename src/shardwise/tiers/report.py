@@ -60,28 +60,28 @@ def parse_size(text: str) -> int:
 def render(found: Measurement) -> str:
     """The measurement as a table, and the configuration that goes with it."""
     how = "past the system's cache" if found.direct else "through the system's cache: its speed counts as much as the disk's"
-    rows = [["", "read", "write", "of plain"], _row("plain, one thread", found.plain, "")]
+    rows = [["", "read", "of plain", "write", "of plain"], _row("plain, one thread", found.plain, found.plain)]
     for trial in sorted(found.trials, key=lambda trial: (trial.settings.buffer_size, trial.settings.threads)):
         settings = trial.settings
-        name = f"tier, {settings.threads} x {settings.block_bytes >> 20} MiB, buffers of {settings.buffer_size >> 20} MiB"
-        share = f"{trial.speed.read / found.plain.read:.0%} {trial.speed.write / found.plain.write:.0%}"
-        rows.append(_row(name + (" *" if trial is found.best else ""), trial.speed, share))
+        name = f"{settings.threads} x {settings.block_bytes >> 20} MiB, buffers of {settings.buffer_size >> 20} MiB"
+        rows.append(_row(name + (" *" if trial is found.best else ""), trial.speed, found.plain))
     memory = found.best.settings.buffer_count * found.best.settings.buffer_size
     lines = [
         f"disk under {found.directory}: {found.nbytes / 1e9:.2f} GB each way, {how}",
         "",
         *_columns(rows),
         "",
-        f"in a pipeline that writes everything back: {_rate(found.streamed)}, read and written together",
-        f"* recommended; its buffers take {memory >> 20} MiB of host memory per process:",
+        "Rows: threads x bytes per request of the disk tier, and its buffers. Columns: the best of the rounds.",
+        f"Recommended (*), in a pipeline that writes everything back: {_rate(found.streamed)}, read and written together.",
+        f"Its buffers take {memory >> 20} MiB of host memory per process:",
         "",
         json.dumps(found.config(), indent=2),
     ]
     return "\n".join(lines)
 
 
-def _row(name: str, speed: Speed, share: str) -> list[str]:
-    return [name, _rate(speed.read), _rate(speed.write), share]
+def _row(name: str, speed: Speed, plain: Speed) -> list[str]:
+    return [name, _rate(speed.read), f"{speed.read / plain.read:.0%}", _rate(speed.write), f"{speed.write / plain.write:.0%}"]
 
 
 def _rate(speed: float) -> str:
