@@ -44,6 +44,7 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
 def test_any_size_comes_back_as_it_was(tier: Tier, elements: int, dtype: torch.dtype) -> None:
     data = torch.randn(elements).to(dtype)
     before, held, after = tier.reserve(5), tier.reserve(data.nbytes), tier.reserve(7)
+    assert all(made.start % tier.alignment == 0 for made in (before, held, after))
     neighbours = [random_bytes(5, 1), random_bytes(7, 2)]
     for place, tensor in zip([before, after, held], [*neighbours, data], strict=True):
         tier.start_write(place, tensor).wait()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import array
 import errno
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -144,6 +146,25 @@ def test_read_ahead_takes_only_what_is_free(tmp_path: Path) -> None:
 # Order.
 
 
+def test_memory_that_is_being_written_is_filled_again_only_afterwards(tmp_path: Path) -> None:
+    gate = Gated()
+    with DiskTier(tmp_path, replace(ONE, threads=2), system=gate) as tier:
+        first, second, memory = tier.reserve(PAGE), tier.reserve(PAGE), page(7)
+        tier.start_write(first, memory)
+        read = tier.start_read(second, memory)
+        other = tier.start_read(second, page(0))
+        assert {gate.next(), gate.next()} == {("write", 0), ("read", PAGE)}
+        assert not gate.order
+        gate.let(2)
+        other.wait()
+        gate.let()
+        read.wait()
+        assert int(memory[0]) == 0
+        gate.let()
+        with tier.lend(first) as lent:
+            assert int(lent[0]) == 7
+
+
 def test_what_shares_bytes_waits_and_what_does_not_goes_on(tmp_path: Path) -> None:
     gate = Gated()
     with DiskTier(tmp_path, replace(ONE, threads=2), system=gate) as tier:
@@ -255,6 +276,10 @@ def test_a_failed_write_that_nobody_waits_for_is_told_once(tmp_path: Path, how: 
         with pytest.raises(StorageError, match=r"cannot write 4,096 bytes at 0 .*No space left on device', .* bytes free"):
             calls[how]()
         calls[how]()
+        tier.flush()
+        handle = tier.start_write(bad, page(1))
+        with pytest.raises(StorageError):
+            handle.wait()
         tier.flush()
 
 
@@ -378,15 +403,23 @@ def test_a_tier_that_is_dropped_closes_itself(tmp_path: Path, used: bool, cycle:
     assert (open_files(), tier_threads()) == (files, threads)
 
 
-def test_a_finished_transfer_holds_no_memory(tmp_path: Path) -> None:
-    with DiskTier(tmp_path, ONE) as tier:
-        memory = bytearray(PAGE)
-        watched = memoryview(memory)
-        tensor = torch.frombuffer(watched, dtype=torch.uint8)
-        handle = tier.start_write(tier.reserve(PAGE), tensor)
-        handle.wait()
-        del tensor
-        watched.release()  # raises BufferError while anyone still looks at it
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_finished_transfer_holds_no_memory(tmp_path: Path, fails: bool) -> None:
+    with DiskTier(tmp_path, ONE, system=Failing(lambda kind, offset: fails)) as tier:
+        memory = array.array("B", bytes(PAGE))
+        alive = weakref.ref(memory)
+        handle = tier.start_read(tier.reserve(PAGE), torch.frombuffer(memory, dtype=torch.uint8))
+        if fails:
+            with pytest.raises(StorageError):
+                handle.wait()
+        else:
+            handle.wait()
+        del memory
+        until = time.monotonic() + 20
+        while alive() is not None and time.monotonic() < until:
+            time.sleep(0.001)  # the thread is about to let go of its last transfer
+        assert alive() is None
+        assert handle is not None
 
 
 def test_a_forked_child_is_told(tmp_path: Path) -> None:
@@ -420,6 +453,9 @@ def test_a_pool_hands_out_what_it_has() -> None:
     pool.give(second)
     assert later.result(20) is second
     waiting.shutdown()
+    pool.give(first)
+    pool.give(second)
+    assert [pool.take("again"), pool.take("again")] == [first, second], "the one that was given back first"
     pool.give(first)
     for stranger in (first, BufferPool(1, 1).take("elsewhere")):
         with pytest.raises(UsageError, match="nobody holds"):

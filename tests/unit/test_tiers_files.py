@@ -5,9 +5,12 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from shardwise.tiers import StorageError
 from shardwise.tiers.files import SwapFile, System
@@ -160,6 +163,7 @@ class Picky(Strict):
 def test_the_alignment_is_what_the_disk_takes(tmp_path: Path, wants: int, gets: int) -> None:
     file = SwapFile(tmp_path, system=Picky(wants))
     assert (file.direct, file.alignment, file.nbytes) == (True, gets, 0)
+    assert os.fstat(file._descriptor).st_size == 0, "nothing is left of what was tried"
     assert file.grow(1) == 0
     assert file.grow(1) == gets
     file.close()
@@ -253,9 +257,24 @@ def test_only_files_of_processes_that_are_gone_are_removed(tmp_path: Path) -> No
     assert leftovers_in(tmp_path / "missing") == []
 
 
+def flags_of(memory: torch.Tensor) -> set[str]:
+    """What the system notes about the mapping that a tensor lies in; see proc_pid_smaps(5)."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            start, _, stop = line.split()[0].partition("-")
+            inside = int(start, 16) <= memory.data_ptr() < int(stop, 16)
+        elif inside and line.startswith("VmFlags:"):
+            return set(line.split()[1:])
+    return set()
+
+
 def test_aligned_memory() -> None:
     for nbytes, alignment in ((1, 4096), (5000, 65536), (3 << 20, 4096), (1 << 21, 1 << 22)):
         memory = aligned_bytes(nbytes, alignment)
         assert (memory.data_ptr() % alignment, memory.shape, memory.any().item()) == (0, (nbytes,), False)
         assert nbytes < 1 << 21 or memory.data_ptr() % (1 << 21) == 0
+    if sys.platform == "linux":
+        assert "dc" in flags_of(aligned_bytes(5000)), "not copied to a forked child"
+        assert {"dc", "hg"} <= flags_of(aligned_bytes(3 << 20)), "on huge pages where there are any"
     assert [round_up(nbytes, 4096) for nbytes in (0, 1, 4096, 4097)] == [0, 4096, 4096, 8192]

@@ -116,7 +116,7 @@ class DiskTier(Tier):
 
     @property
     def alignment(self) -> int:
-        """Bytes on which ranges start, and on which memory should: see `aligned_bytes`."""
+        """See `Tier.alignment`; memory that starts on it, as that of `aligned_bytes` does, is moved without a copy."""
         return self._file.alignment
 
     @property

@@ -42,7 +42,7 @@ class HostTier(Tier):
 
     @property
     def alignment(self) -> int:
-        """Bytes on which ranges, and parts of them, start."""
+        """See `Tier.alignment`."""
         return _ALIGNMENT
 
     def reserve(self, nbytes: int) -> Range:

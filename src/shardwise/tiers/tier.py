@@ -144,6 +144,11 @@ class Tier(ABC):
     start of a transfer and the end of its `wait()`. A range that was never written reads as zeros.
     """
 
+    @property
+    @abstractmethod
+    def alignment(self) -> int:
+        """Bytes on which ranges, and parts of them, start."""
+
     @abstractmethod
     def reserve(self, nbytes: int) -> Range:
         """Room for `nbytes` bytes, for as long as the tier is open.

@@ -294,12 +294,14 @@ class TransferQueue:
             self._file.read_into(memory, offset)
 
     def _staged(self, memory: Bytes, offset: int, *, write: bool) -> None:
-        """By way of aligned memory. numpy copies on the calling thread alone, and without the interpreter's lock."""
+        """By way of aligned memory. numpy copies on the calling thread alone, and without the interpreter's lock.
+
+        What pads the last block is arbitrary: nobody reads it.
+        """
         size = len(memory)
         staging = self._staging()[: round_up(size, self._file.alignment)]
         if write:
             staging[:size] = memory
-            staging[size:] = 0
         self._between(staging, offset, write=write)
         if not write:
             memory[:] = staging[:size]
