@@ -10,6 +10,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,9 +19,9 @@ from torch import Tensor
 from shardwise.checkpoint import Facts, Key, Part, Source, plain
 from shardwise.errors import CheckpointError, ShardwiseError, explain
 from shardwise.persistence.filling import Filling
-from shardwise.persistence.state import COUNTERS, flat_of, master_of, optimizer_name
+from shardwise.persistence.state import COUNTERS, flat_of, optimizer_name
 from shardwise.trainer import Parts, Trainer
-from shardwise.zero import GatheredParameters
+from shardwise.zero import Buffer, GatheredParameters
 
 __all__ = ["Wishes", "load_by_user", "restore"]
 
@@ -98,11 +99,25 @@ def _load_weights(parts: Parts, source: Source, names: Mapping[str, str]) -> Non
             start, _ = buffer.interval
             for member, first, last in buffer.own_pieces():
                 if member.name in names:
-                    target = master_of(buffer)[first:last]
-                    filling.add(Key("weight", names[member.name]), start + first - member.slot.offset, target)
-                    if buffer.master is not None and buffer.master is not buffer.shard:
-                        filling.then(_copying(buffer.shard[first:last], target))
+                    key, begin = Key("weight", names[member.name]), start + first - member.slot.offset
+                    _load_weight(filling, key, begin, buffer, slice(first, last))
     filling.run()
+
+
+def _load_weight(filling: Filling, key: Key, begin: int, buffer: Buffer, place: slice) -> None:
+    """Elements of the masters, and the weights that follow them."""
+    master, weight = buffer.precise, buffer.shard[place]
+    if master.tensor is not None:
+        filling.add(key, begin, master.tensor[place])
+        if master.separate:
+            filling.then(_copying(weight, master.tensor[place]))
+        return
+
+    def store(values: Tensor) -> None:
+        master.write(place.start, values)
+        weight.copy_(values)
+
+    filling.add_elsewhere(key, begin, len(weight), store)
 
 
 def _copying(target: Tensor, source: Tensor) -> Callable[[], object]:
@@ -171,8 +186,11 @@ def _load_piece(parts: Parts, filling: Filling, place: tuple[int, int], name: st
     driver.load_piece_state(*place, made)
     views = driver.piece_state(*place)
     for state in states:
-        if state in views:
+        if state in views and driver.in_memory:
             filling.add(Key("optimizer", name, state), piece.offset, views[state])
+        elif state in views:
+            store = partial(driver.set_piece_state, *place, state)
+            filling.add_elsewhere(Key("optimizer", name, state), piece.offset, length, store)
 
 
 def _load_random_state(parts: Parts, source: Source) -> None:
