@@ -40,8 +40,8 @@ class _Item(NamedTuple):
 class DiskSettings:
     """How a disk tier moves bytes.
 
-    Its memory is at most `buffer_count` buffers of `buffer_size` bytes, plus one block per thread once a tensor is moved that
-    is not aligned as `aligned_bytes` makes them.
+    Its memory is at most `buffer_count` buffers of `buffer_size` bytes, plus 2 MiB per thread once a tensor is moved that does
+    not lie as `aligned_bytes` lays it.
 
     Raises:
         ConfigError: a number is below 1.
