@@ -228,7 +228,7 @@ class _Bench:
     @staticmethod
     def _random(nbytes: int) -> torch.Tensor:
         """Bytes that no disk can compress, from a generator of their own."""
-        return aligned_bytes(nbytes).random_(0, 256, generator=torch.Generator().manual_seed(nbytes))
+        return aligned_bytes(nbytes, 65536).random_(0, 256, generator=torch.Generator().manual_seed(nbytes))
 
 
 def _each(move: Callable[[Bytes, int], None], block: Bytes, places: Sequence[int]) -> None:
