@@ -53,7 +53,7 @@ class DiskSettings:
     """Bytes of each buffer, rounded up to the disk's alignment: the largest range that can be streamed or lent."""
     threads: int = 2
     """Threads that share each transfer."""
-    block_bytes: int = 4 << 20
+    block_bytes: int = 8 << 20
     """Bytes that one thread moves at once, rounded up to the disk's alignment."""
     queue_depth: int = 8
     """Transfers that may be started and not finished; starting one more waits."""

@@ -141,7 +141,8 @@ class Tier(ABC):
 
     Transfers are started and waited for. Their order is kept where it matters: one that shares bytes, in the tier or in
     memory, with an earlier one happens after it, unless both only look at them. The caller leaves a tensor and its storage
-    alone (no write, no resize) between the start of a transfer and the end of its `wait()`. A range that was never written reads as zeros.
+    alone (no write, no resize) between the start of a transfer and the end of its `wait()`. A range that was never written
+    reads as zeros.
     """
 
     @property
