@@ -40,7 +40,7 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
 
 
 @pytest.mark.parametrize("elements", [0, 1, 511, 513, 4096, 100_003])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_any_size_comes_back_as_it_was(tier: Tier, elements: int, dtype: torch.dtype) -> None:
     data = torch.randn(elements).to(dtype)
     before, held, after = tier.reserve(5), tier.reserve(data.nbytes), tier.reserve(7)

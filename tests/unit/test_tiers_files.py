@@ -175,7 +175,7 @@ def test_one_line_is_logged_where_direct_transfers_are_refused_late(tmp_path: Pa
     assert (file.direct, file.alignment) == (False, 4096)
     round_trip(file)
     file.close()
-    assert caplog.messages == [f"{tmp_path} has no direct transfers: the parameters goes through the system's cache"]
+    assert caplog.messages == [f"no direct transfers in {tmp_path}: the bytes of the parameters go through the system's cache"]
 
 
 @pytest.mark.parametrize("nameless", [True, False])

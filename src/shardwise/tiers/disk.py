@@ -40,8 +40,8 @@ class _Item(NamedTuple):
 class DiskSettings:
     """How a disk tier moves bytes.
 
-    Its memory is at most `buffer_count` buffers of `buffer_size` bytes, plus one block per thread once a tensor is moved that
-    is not aligned as `aligned_bytes` makes them.
+    Its memory is at most `buffer_count` buffers of `buffer_size` bytes, plus 2 MiB per thread once a tensor is moved that does
+    not lie as `aligned_bytes` lays it.
 
     Raises:
         ConfigError: a number is below 1.
@@ -53,7 +53,7 @@ class DiskSettings:
     """Bytes of each buffer, rounded up to the disk's alignment: the largest range that can be streamed or lent."""
     threads: int = 2
     """Threads that share each transfer."""
-    block_bytes: int = 4 << 20
+    block_bytes: int = 8 << 20
     """Bytes that one thread moves at once, rounded up to the disk's alignment."""
     queue_depth: int = 8
     """Transfers that may be started and not finished; starting one more waits."""

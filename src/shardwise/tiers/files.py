@@ -233,7 +233,9 @@ class SwapFile:
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~self._system.direct)
         if not self.direct:
             self.alignment = _ALIGNMENTS[0]
-            _log.info("%s has no direct transfers: the %s goes through the system's cache", self.directory, self._name)
+            _log.info(
+                "no direct transfers in %s: the bytes of the %s go through the system's cache", self.directory, self._name
+            )
 
     def _takes(self, alignment: int) -> bool:
         self.alignment = alignment

@@ -31,7 +31,7 @@ _THREADS = (1, 2, 4)
 _BLOCKS = (1 * _MIB, 4 * _MIB, 8 * _MIB)
 _BUFFERS = (8 * _MIB, 32 * _MIB)
 _MARGIN = 64 * _MIB
-_ROUNDS = 2
+_ROUNDS = 3
 _GOOD_ENOUGH = 0.95
 """A smaller buffer is recommended if it gives this share of the best speed: memory is dearer than the rest."""
 
@@ -228,7 +228,7 @@ class _Bench:
     @staticmethod
     def _random(nbytes: int) -> torch.Tensor:
         """Bytes that no disk can compress, from a generator of their own."""
-        return aligned_bytes(nbytes).random_(0, 256, generator=torch.Generator().manual_seed(nbytes))
+        return aligned_bytes(nbytes, 65536).random_(0, 256, generator=torch.Generator().manual_seed(nbytes))
 
 
 def _each(move: Callable[[Bytes, int], None], block: Bytes, places: Sequence[int]) -> None:

@@ -15,12 +15,12 @@ import torch
 from shardwise.device import pin_memory
 from shardwise.errors import UsageError, explain
 
-__all__ = ["Bytes", "aligned_bytes", "bytes_of", "round_up"]
+__all__ = ["HUGE_PAGE", "Bytes", "aligned_bytes", "bytes_of", "round_up"]
 
 Bytes = npt.NDArray[np.uint8]
 """1-D uint8 array over memory that a tensor owns."""
 
-_HUGE_PAGE = 2 << 20
+HUGE_PAGE = 2 << 20
 """Note *huge pages*. A direct transfer hands the device a list of the pages that the buffer lies on. With pages of 4 KiB that
 list is what limits the speed: on the virtual disk where this was measured, requests of 8 MiB ran at 0.7 GB/s from small pages
 and at 2.4 GB/s from huge ones. So a buffer starts on a huge page, and the system is asked, not required, to use them."""
@@ -46,8 +46,8 @@ def aligned_bytes(nbytes: int, alignment: int = 4096, *, pinned: bool = False) -
     if pinned and torch.accelerator.is_available():
         # The system gives page-locked memory in whole pages, so the slack serves larger alignments only.
         return _aligned(pin_memory(torch.zeros(nbytes + alignment, dtype=torch.uint8)), nbytes, alignment)
-    large = nbytes >= _HUGE_PAGE
-    start = max(alignment, _HUGE_PAGE) if large else alignment
+    large = nbytes >= HUGE_PAGE
+    start = max(alignment, HUGE_PAGE) if large else alignment
     slack = start if start > mmap.PAGESIZE else 0
     memory = mmap.mmap(-1, nbytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     _advise(memory, *(["MADV_HUGEPAGE"] if large else []), "MADV_DONTFORK")

@@ -25,7 +25,7 @@ class TierStats:
     peak_buffers: int = 0
     """Buffers of the pool that were ever needed at once, those being written back included: what they take is memory."""
     staging_bytes: int = 0
-    """Memory of the worker threads for what is not aligned: at most one block per thread."""
+    """Memory of the worker threads for what is not aligned: at most 2 MiB each."""
     read_seconds: float = 0.0
     """Time in which at least one read was being served."""
     write_seconds: float = 0.0

@@ -140,8 +140,9 @@ class Tier(ABC):
     """A place where bytes rest: reserve a range once, then write and read it, as often as needed.
 
     Transfers are started and waited for. Their order is kept where it matters: one that shares bytes, in the tier or in
-    memory, with an earlier one happens after it, unless both only look at them. The caller leaves a tensor alone between the
-    start of a transfer and the end of its `wait()`. A range that was never written reads as zeros.
+    memory, with an earlier one happens after it, unless both only look at them. The caller leaves a tensor and its storage
+    alone (no write, no resize) between the start of a transfer and the end of its `wait()`. A range that was never written
+    reads as zeros.
     """
 
     @property

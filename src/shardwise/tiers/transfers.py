@@ -17,13 +17,14 @@ from collections.abc import Callable
 from shardwise.errors import UsageError, explain
 from shardwise.tiers.failures import StorageError, again
 from shardwise.tiers.files import SwapFile
-from shardwise.tiers.memory import Bytes, aligned_bytes, bytes_of, round_up
+from shardwise.tiers.memory import HUGE_PAGE, Bytes, aligned_bytes, bytes_of, round_up
 from shardwise.tiers.meter import Meter, TierStats
 from shardwise.tiers.transfer import Bond, Transfer
 
 __all__ = ["TransferQueue"]
 
 _log = logging.getLogger(__name__)
+
 _SLOW = 60.0
 """Seconds of waiting after which a line is logged: a disk that has stopped answering cannot be interrupted, only named."""
 
@@ -296,20 +297,22 @@ class TransferQueue:
     def _staged(self, memory: Bytes, offset: int, *, write: bool) -> None:
         """By way of aligned memory. numpy copies on the calling thread alone, and without the interpreter's lock.
 
-        What pads the last block is arbitrary: nobody reads it.
+        A huge page at a time, see the note on them. What pads the last block is arbitrary: nobody reads it.
         """
-        size = len(memory)
-        staging = self._staging()[: round_up(size, self._file.alignment)]
-        if write:
-            staging[:size] = memory
-        self._between(staging, offset, write=write)
-        if not write:
-            memory[:] = staging[:size]
+        staging = self._staging()
+        for begin in range(0, len(memory), HUGE_PAGE):
+            piece = memory[begin : begin + HUGE_PAGE]
+            block = staging[: round_up(len(piece), self._file.alignment)]
+            if write:
+                block[: len(piece)] = piece
+            self._between(block, offset + begin, write=write)
+            if not write:
+                piece[:] = block[: len(piece)]
 
     def _staging(self) -> Bytes:
         block: Bytes | None = getattr(self._own, "block", None)
         if block is None:
-            block = self._own.block = bytes_of(aligned_bytes(self._block, self._file.alignment), self._block)
+            block = self._own.block = bytes_of(aligned_bytes(HUGE_PAGE, self._file.alignment), HUGE_PAGE)
             with self._lock:
-                self._staging_bytes += self._block
+                self._staging_bytes += HUGE_PAGE
         return block
