@@ -1,7 +1,7 @@
 """Writes a checkpoint as a directory of torch.distributed.checkpoint.
 
-Owns the state dict that users of that library expect, and that no more than a little of it is in memory at a time. The files are
-written by torch's own public writer.
+Owns the state dict that users of that library expect, and that no more than a little of it is in memory at a time. The files
+are written by torch's own public writer.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan, SavePlanner, save
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -57,11 +60,18 @@ def write_dcp(source: Source, directory: str | Path, *, flatten_optimizer: bool 
         # It warns that it takes this for a single process, which is what was asked for.
         warnings.filterwarnings("ignore", message=".*single process.*")
         try:
-            save(state, storage_writer=writer, planner=planner, no_dist=True)
-        except CheckpointError:
-            raise
-        except OSError as error:
-            raise CheckpointError(explain(f"{directory} cannot be written", found=error.strerror or str(error))) from error
+            state_dict_saver.save(state, storage_writer=writer, planner=planner, no_dist=True)  # pyright: ignore
+        except CheckpointException as failed:  # torch's envelope for whatever went wrong on a rank
+            raise _reason(failed, directory) from None
+
+
+def _reason(failed: CheckpointException, directory: Path) -> BaseException:
+    """What to raise for a failure."""
+    error = next((failure[0] for failure in failed.failures.values()), failed)
+    if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+        return error
+    found = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+    return CheckpointError(explain(f"{directory} cannot be written", found=found))
 
 
 def _model(source: Source, places: dict[str, Key]) -> dict[str, Tensor]:
@@ -146,16 +156,16 @@ class _Writer(FileSystemWriter):
     """
 
     def __init__(self, path: Path, batch: int, **options: Any) -> None:
-        super().__init__(path, **options)
+        super().__init__(path, **options)  # pyright: ignore
         self._batch = batch
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write all items, each batch to files of its own."""
         results: list[WriteResult] = []
         for number, items in enumerate(self._batches(plan.items)):
-            prefix = replace(cast("Any", plan.storage_data), prefix=f"__{number}_")
+            prefix = replace(plan.storage_data, prefix=f"__{number}_")
             written = super().write_data(replace(plan, items=items, storage_data=prefix), planner)
-            results += cast("list[WriteResult]", written.wait())
+            results += written.wait()
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done

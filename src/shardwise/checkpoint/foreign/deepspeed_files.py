@@ -34,12 +34,14 @@ class Folder:
         models: files of the model by rank; only rank 0, where ranks do not have one each.
         optimizers: files of the optimizer by rank.
         prefix: how the names of the latter begin.
+        partitioned: each rank has a file of the model.
     """
 
     path: Path
     models: dict[int, Path] = field(default_factory=dict[int, Path])
     optimizers: dict[int, Path] = field(default_factory=dict[int, Path])
     prefix: str = ""
+    partitioned: bool = False
 
     def read_model(self, rank: int = 0) -> dict[str, Any]:
         """What a file of the model holds.
@@ -47,7 +49,8 @@ class Folder:
         Raises:
             CheckpointError: it is missing or cannot be read.
         """
-        return self._read(self.models, rank, f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        prefix = f"zero_pp_rank_{rank}_" if self.partitioned else ""
+        return self._read(self.models, rank, f"{prefix}mp_rank_00_model_states.pt")
 
     def read_optimizer(self, rank: int = 0) -> dict[str, Any]:
         """What a file of the optimizer holds.
@@ -98,29 +101,32 @@ def find_folder(path: Path, tag: str | None) -> Folder | None:
     """
     folder = path
     latest = path / "latest"
-    if tag is not None:
-        folder = beside(path, tag, latest)
-    elif latest.is_file():
-        text = read_small(latest, _TAG).decode("utf-8", "replace").strip()
-        folder = beside(path, text, latest)
+    if tag is None and latest.is_file():
+        tag = read_small(latest, _TAG).decode("utf-8", "replace").strip()
+    for part in tag.split("/") if tag is not None else ():
+        folder = beside(folder, part, latest)
     found = Folder(folder)
     try:
         names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
     except OSError as error:
         raise CheckpointError(explain(f"{folder} cannot be read", found=error.strerror or str(error))) from None
     prefixes: dict[str, str] = {}
+    models: dict[bool, str] = {}
     for name in names:
         model, optimizer = _MODEL.fullmatch(name), _OPTIMIZER.fullmatch(name)
         if _PARALLEL.fullmatch(name) or int((model and model[2]) or (optimizer and optimizer[3]) or 0):
             raise _unreadable(folder, name, "pipeline, tensor or expert parallel ranks")
         if model:
+            models[model[1] is not None] = name
             found.models[int(model[1] or 0)] = folder / name
         if optimizer:
             prefixes[optimizer[1]] = name
             found.optimizers[int(optimizer[2])] = folder / name
-    if len(prefixes) > 1:
-        raise _unreadable(folder, " and ".join(prefixes.values()), "two runs that were saved over one another")
+    for kinds in (prefixes, models):
+        if len(kinds) > 1:
+            raise _unreadable(folder, " and ".join(kinds.values()), "two runs that were saved over one another")
     found.prefix = next(iter(prefixes), "")
+    found.partitioned = True in models
     return found if found.models or found.optimizers else None
 
 

@@ -37,7 +37,7 @@ def beside(directory: Path, name: object, listed_in: Path) -> Path:
     Raises:
         CheckpointError: the name is not a plain file name, so it could lead elsewhere.
     """
-    if not isinstance(name, str) or name in ("", ".", "..") or any(mark in name for mark in ("/", "\\", "\0", ":")):
+    if not isinstance(name, str) or name in ("", "..") or Path(name).name != name or any(mark in name for mark in "/\\\0"):
         raise damaged(listed_in, f"the file name {name!r}", "the name of a file in the same directory")
     return directory / name
 
