@@ -12,12 +12,24 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.checkpoint.contents import Key, Part, Source, real_dtype
 from shardwise.checkpoint.safetensors import encode_header, read_header
 
-__all__ = ["Evil", "count_bytes", "interval", "read_safetensors", "same", "save_dcp", "whole", "write_safetensors"]
+__all__ = [
+    "Evil",
+    "Model",
+    "count_bytes",
+    "interval",
+    "read_safetensors",
+    "same",
+    "save_dcp",
+    "state_of",
+    "trained",
+    "whole",
+    "write_safetensors",
+]
 
 
 class Evil:
@@ -91,3 +103,35 @@ def count_bytes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", counted)
         yield sizes
+
+
+class Model(nn.Module):
+    """Tied, complex and scalar parameters, buffers, and a module called "model"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        self.spectrum = nn.Parameter(torch.randn(2, 3, dtype=torch.complex64))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.head = nn.Linear(3, 4)
+        self.head.weight = self.model[0].weight
+
+
+def trained(steps: int = 3) -> tuple[Model, torch.optim.Optimizer]:
+    model = Model()
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    optimizer = torch.optim.AdamW([{"params": decayed, "lr": 0.1}, {"params": others, "lr": 0.2, "betas": (0.5, 0.6)}])
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    return model, optimizer
+
+
+def state_of(model: Model, optimizer: torch.optim.Optimizer, flat: bool = False) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    found = get_state_dict(model, optimizer, options=options)
+    return {"model": found[0], "optim": found[1]}

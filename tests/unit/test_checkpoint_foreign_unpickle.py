@@ -157,6 +157,13 @@ def test_hostile_pickles_are_refused(data: bytes) -> None:
         unpickle(data, "here")
 
 
+def test_memo_numbers_are_those_that_a_pickler_writes() -> None:
+    """The interpreter would allocate a table as long as the number says, and accept it."""
+    with pytest.raises(CheckpointError, match="memo number 65536"):
+        unpickle(b"\x80\x02Nr\x00\x00\x01\x00.", "here")
+    assert unpickle(b"\x80\x02Nr\x05\x00\x00\x00.", "here") is None
+
+
 def test_a_record_class_cannot_be_changed_for_others() -> None:
     state = b"N}X\x04\x00\x00\x00nameX\x03\x00\x00\x00bads\x86b."
     with pytest.raises(CheckpointError):

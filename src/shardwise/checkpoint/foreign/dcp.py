@@ -77,14 +77,15 @@ class DcpSource(PieceSource):
     def _add_tensor(self, key: str, entry: Entry, record: Record) -> None:
         spec = self._spec(record)
         blocks = self._blocks(key, record, spec)
+        pieces = assemble(spec, blocks, self._index)
         if entry.kind == "model":
-            self.add(guess_kind(entry.name, spec), spec, assemble(spec, blocks, self._index))
+            self.add(guess_kind(entry.name, spec), spec, pieces)
             return
         weight = self.specs.get(Key("weight", entry.name))
         if spec.shape == () and len(blocks) == 1 and (weight is None or weight.shape or entry.state == "step"):
             self._numbers[key] = (entry, blocks[0])
         elif entry.kind == "state" and (weight is None or weight.shape == spec.shape):
-            self.add(Key("optimizer", entry.name, entry.state), spec, assemble(spec, blocks, self._index))
+            self.add(Key("optimizer", entry.name, entry.state), spec, pieces)
         else:
             self._names.leave_out(f"optimizer state {entry.state}, which is not laid out as the weights")
 

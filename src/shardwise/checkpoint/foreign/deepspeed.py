@@ -126,7 +126,7 @@ class DeepSpeedSource(PieceSource):
         return ties
 
     def _buffers(self) -> set[str]:
-        return {name for name in self._state.get("buffer_names") or () if isinstance(name, str)}
+        return {name for name in as_list(self._state.get("buffer_names")) or () if isinstance(name, str)}
 
     def _own_weights(self) -> dict[str, StridedTensor]:
         """Weights that the file of the model has in full, each once."""
@@ -149,7 +149,7 @@ class DeepSpeedSource(PieceSource):
         self._ties = {name: first for name, first in self._ties.items() if name not in known and first in known}
 
     def _add_frozen(self) -> None:
-        shapes = self._state.get("frozen_param_shapes")
+        shapes = as_dict(self._state.get("frozen_param_shapes"))
         if shapes and self._stage == 3:
             self._add_partitioned(shapes)
         elif shapes:
@@ -162,7 +162,7 @@ class DeepSpeedSource(PieceSource):
                 if Key("weight", name) not in self.specs:
                     self.add(Key("weight", name), tensor.spec, whole(tensor))
 
-    def _add_partitioned(self, shapes: Any) -> None:
+    def _add_partitioned(self, shapes: dict[Any, Any]) -> None:
         """Frozen weights in stage 3: each rank has an equal part of each, in its file of the model."""
         fragments: list[dict[str, Any]] = []
         for rank in range(self._world):

@@ -5,6 +5,7 @@ Owns the translation of counters, steps, options, loss scale and schedule. Refus
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,9 +56,9 @@ def _note_state(facts: Facts, optimizer: Mapping[str, Any], found: Optimized, fi
     for name, state in found.others.items():
         if id(state) not in known:
             known[id(state)] = plain_items(state, files, [key for key in state if key not in tensors])
-        numbers = {key: value for key, value in known[id(state)].items() if isinstance(value, int | float)}
+        numbers = _finite(known[id(state)])
         step = next((value for value in (numbers.pop("step", None), of_group.get(name), common) if value is not None), None)
-        if isinstance(step, int | float):
+        if isinstance(step, int | float) and math.isfinite(step):
             facts.steps[name] = int(step)
         if numbers:
             facts.numbers[name] = numbers
@@ -67,7 +68,7 @@ def _loss_scale(optimizer: Mapping[str, Any], files: Files) -> dict[str, Any]:
     """The loss scale as `LossScale` keeps it. DeepSpeed counts all steps; the clean ones are those since the last overflow."""
     scaler = optimizer.get("loss_scaler", optimizer)
     found = plain_items(scaler.attributes if isinstance(scaler, Record) else as_dict(scaler) or {}, files, _SCALER)
-    numbers = {key: value for key, value in found.items() if isinstance(value, int | float)}
+    numbers = _finite(found)
     if "cur_scale" not in numbers:
         return {}
     if not numbers.get("dynamic", numbers.get("dynamic_loss_scale")):
@@ -84,6 +85,10 @@ def _loss_scale(optimizer: Mapping[str, Any], files: Files) -> dict[str, Any]:
         left=int(numbers.get("cur_hysteresis", 1)),
         clean=max(0, clean) % window,
     ).state_dict()
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, int | float]:
+    return {key: value for key, value in values.items() if isinstance(value, int | float) and math.isfinite(value)}
 
 
 _SCALER = (

@@ -16,7 +16,8 @@ import torch
 from shardwise.checkpoint.contents import Spec
 from shardwise.checkpoint.foreign.deepspeed_files import take
 from shardwise.checkpoint.foreign.deepspeed_zero import Optimized
-from shardwise.checkpoint.foreign.files import Files
+from shardwise.checkpoint.foreign.files import Files, damaged
+from shardwise.checkpoint.foreign.narrow import as_dict, as_list, as_shape
 from shardwise.checkpoint.foreign.pieces import Piece, whole
 from shardwise.checkpoint.foreign.stored import StridedTensor
 
@@ -40,28 +41,59 @@ def collect_whole(model: Mapping[str, StridedTensor], optimizer: Mapping[str, An
         CheckpointError: the file is damaged.
     """
     inner = take(optimizer, "optimizer_state_dict", dict, path) if "optimizer_state_dict" in optimizer else optimizer
-    groups = take(inner, "param_groups", list, path)
-    states = take(inner, "state", dict, path)
-    numbers = [take(group, "params", list, path) for group in groups]
-    named = [group.get("param_names") for group in groups]
-    flat = optimizer.get("fp32_groups_flat")
+    groups: list[dict[str, Any]] = _items(take(inner, "param_groups", list, path), dict, path)
+    numbers = [as_shape(group.get("params")) for group in groups]
+    held = as_dict(inner.get("state"))
+    if held is None or any(each is None for each in numbers):
+        raise damaged(path, "no optimizer state", "a DeepSpeed checkpoint")
+    states = [_items([held.get(number, {}) for number in each or ()], dict, path) for each in numbers]
+    flat = as_list(optimizer.get("fp32_groups_flat"))
     if flat is not None:
-        return _collect_flat(model, flat, [states.get(each[0], {}) for each in numbers], groups, files)
-    masters: list[list[StridedTensor | None]] = optimizer.get("fp32_groups") or [[None] * len(each) for each in numbers]
-    slots = _Slots(masters, [[states.get(number, {}) for number in each] for each in numbers], files)
-    if all(isinstance(each, list) for each in named):
-        names = named
-    else:
-        names = assign(list(model), [1] * len(model), [len(each) for each in numbers], slots.fits(model))
+        _items(flat, StridedTensor, path)
+        if len(flat) != len(groups):
+            raise damaged(path, f"{len(flat)} masters", f"{len(groups)}")
+        return _collect_flat(model, flat, [each[0] if each else {} for each in states], groups, files)
+    slots = _Slots(_masters(optimizer, states, path), states, files)
+    names = _given_names(groups, states, model)
+    if names is None:
+        names = assign(list(model), [1] * len(model), [len(each) for each in states], slots.fits(model))
     return slots.collect(names, model, groups)
+
+
+def _items(found: list[Any], kind: type[Any], path: Path) -> list[Any]:
+    if not all(isinstance(each, kind) for each in found):
+        raise damaged(path, "an optimizer that is none", "a DeepSpeed checkpoint")
+    return found
+
+
+def _masters(
+    optimizer: Mapping[str, Any], states: Sequence[Sequence[Any]], path: Path
+) -> Sequence[Sequence[StridedTensor | None]]:
+    """One for each parameter, by group; None for all, if weights are their own masters."""
+    if "fp32_groups" not in optimizer:
+        return [[None] * len(group) for group in states]
+    found = [_items(as_list(group) or [], StridedTensor, path) for group in as_list(optimizer["fp32_groups"]) or ()]
+    if [len(group) for group in found] != [len(group) for group in states]:
+        raise damaged(path, "masters that do not fit the groups of the optimizer", "a DeepSpeed checkpoint")
+    return found
+
+
+def _given_names(
+    groups: Sequence[Mapping[str, Any]], states: Sequence[Sequence[Any]], model: Mapping[str, StridedTensor]
+) -> list[list[str]] | None:
+    """The names that newer versions of torch save, if they were given and are those of the model."""
+    found = [as_list(group.get("param_names")) or [] for group in groups]
+    every = [name for names in found for name in names]
+    fit = [len(names) for names in found] == [len(group) for group in states] and len(set(map(str, every))) == len(every)
+    return found if fit and all(isinstance(name, str) and name in model for name in every) else None
 
 
 @dataclass(frozen=True)
 class _Slots:
     """Parameters that have a number each: masters, if any, and states, by group."""
 
-    masters: list[list[StridedTensor | None]]
-    states: list[list[dict[str, Any]]]
+    masters: Sequence[Sequence[StridedTensor | None]]
+    states: Sequence[Sequence[Mapping[str, Any]]]
     files: Files
 
     def fits(self, model: Mapping[str, StridedTensor]) -> Callable[[int, int, str], bool]:
@@ -84,7 +116,7 @@ class _Slots:
         return remembered
 
     def collect(
-        self, names: list[list[str]] | None, model: Mapping[str, StridedTensor], groups: list[Mapping[str, Any]]
+        self, names: list[list[str]] | None, model: Mapping[str, StridedTensor], groups: Sequence[Mapping[str, Any]]
     ) -> Optimized:
         """By parameter, if it is known which is which."""
         if names is None:

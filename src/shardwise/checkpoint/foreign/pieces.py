@@ -20,7 +20,7 @@ from shardwise.checkpoint.foreign.stored import Readable, StridedTensor, load
 __all__ = ["Piece", "PieceSource", "covering", "guess_kind", "plain", "plain_items", "whole"]
 
 _LARGEST = 1 << 16  # elements of a tensor that is taken for a plain value
-_NODES = 1 << 17  # values inside of one plain value: a pickle can repeat what it holds, many times over
+_NODES = 1 << 16  # values inside of one plain value: a pickle can repeat what it holds, many times over
 _DEPTH = 64
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq", "position_ids")
 
