@@ -71,7 +71,7 @@ WORKS: dict[str, tuple[object, dict[str, object], tuple[str, ...]]] = {
     "zero_optimization.leaf_module.classes": ([], {'["MoE"]': ["MoE"]}, ('"MoE"', "[null]")),
     "zero_optimization.leaf_module.names": ([], {'["a.b"]': ["a.b"]}, ('"a.b"', "{}")),
     "zero_optimization.leaf_module.name_suffixes": ([], {'["mlp"]': ["mlp"]}, ('"mlp"', "3")),
-    "aio.block_size": (4_194_304, {"1e6": 1_000_000}, ("0", "-1", "1.5", '"1M"')),
+    "aio.block_size": (8_388_608, {"1e6": 1_000_000}, ("0", "-1", "1.5", '"1M"')),
     "aio.queue_depth": (8, {"32": 32}, ("0", "-1", "true")),
     "aio.intra_op_parallelism": (2, {"4": 4}, ("0", "1.5")),
     "aio.thread_count": (None, {"4": 4}, ("0", "1.5")),

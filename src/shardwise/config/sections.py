@@ -86,7 +86,7 @@ class ActivationCheckpointing(Section):
 class Aio(Section):
     """Tuning of disk access, for what is offloaded to disk; `shardwise bench io` measures what is best."""
 
-    block_size: Whole = key(4_194_304, "Bytes per disk request.", ge=1)
+    block_size: Whole = key(8_388_608, "Bytes per disk request.", ge=1)
     queue_depth: Whole = key(8, "Transfers in flight.", ge=1)
     intra_op_parallelism: Whole = key(2, "Threads that share one transfer.", ge=1)
     thread_count: Whole | None = key(None, "Another name for intra_op_parallelism; the larger of the two counts.", ge=1)
