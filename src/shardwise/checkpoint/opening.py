@@ -5,14 +5,17 @@ Owns the recognition of formats. Refuses to know what is in them.
 
 from __future__ import annotations
 
+import os
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.contents import Source
-from shardwise.checkpoint.folder import Folder
+from shardwise.checkpoint.folder import INDEX, Folder, check_tag
 from shardwise.checkpoint.reader import NativeSource
+from shardwise.errors import CheckpointDamagedError, CheckpointError, explain
 
-__all__ = ["open_checkpoint"]
+__all__ = ["find_native", "open_checkpoint", "open_path"]
 
 
 def open_checkpoint(directory: Path, tag: str) -> tuple[Source, dict[str, Any]]:
@@ -30,3 +33,59 @@ def open_checkpoint(directory: Path, tag: str) -> tuple[Source, dict[str, Any]]:
     except BaseException:
         source.close()
         raise
+
+
+def open_path(path: str | os.PathLike[str], tag: str | None = None) -> Source:
+    """Open whatever checkpoint is at a path.
+
+    Args:
+        path: a run's directory or one checkpoint in it, of this package or DeepSpeed; a directory that torch's DCP or
+            Hugging Face's `save_pretrained` has written.
+        tag: which of a run's checkpoints; None for the latest.
+
+    Raises:
+        CheckpointError: there is nothing that can be read, or it is damaged.
+    """
+    native = find_native(path, tag)
+    if native is not None:
+        return NativeSource(*native)
+    where = Path(path).expanduser().absolute()
+    if not where.exists():
+        raise CheckpointError(explain(f"there is nothing at {where}", expected="a checkpoint", do="check the path"))
+    return _open_foreign(where, tag)
+
+
+def find_native(path: str | os.PathLike[str], tag: str | None = None) -> tuple[Folder, str] | None:
+    """The run and the tag that a path means, where they are of this package's format; None otherwise.
+
+    Raises:
+        CheckpointError: there is a run, but not that checkpoint.
+    """
+    where = Path(path).expanduser().absolute()
+    if (where / INDEX).is_file():
+        if tag not in (None, where.name):
+            problem = f"{where} is one checkpoint, and a tag was given"
+            raise CheckpointError(explain(problem, found=repr(tag), do="leave the tag out, or give the run's directory"))
+        return Folder(where.parent), where.name
+    if any(where.glob("rank-*.safetensors")):
+        raise CheckpointDamagedError(
+            explain(f"{where / INDEX} is missing", expected="the index of this checkpoint", do="load another checkpoint")
+        )
+    folder = Folder(where)
+    if not folder.tags():
+        return None
+    found = folder.newest() if tag is None else check_tag(tag)
+    return None if found is None else (folder, found)
+
+
+def _open_foreign(path: Path, tag: str | None) -> Source:
+    name = "shardwise.checkpoint.foreign"
+    try:
+        foreign: Any = import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise CheckpointError(
+            explain(f"{path} is no checkpoint of this package", do="checkpoints of other programs cannot be read yet")
+        ) from None
+    return foreign.open_foreign(path, tag)
