@@ -97,7 +97,8 @@ def diff(one: Source, other: Source, *, kinds: Collection[Kind] = KINDS, progres
     found = Difference()
     pairs = _pairs(one, other, kinds, found)
     found.compared = len(pairs)
-    found.values = [each for each in _compare(one, other, pairs, progress) if each.differing or each.one.dtype != each.other.dtype]
+    compared = _compare(one, other, pairs, progress)
+    found.values = [each for each in compared if each.differing or each.one.dtype != each.other.dtype]
     if "optimizer" in kinds:
         found.facts = list(_compare_facts(one.facts, other.facts))
     return found
@@ -148,9 +149,7 @@ def _common_dtypes(one: Source, other: Source, pairs: Mapping[Key, Key]) -> dict
     return found
 
 
-def _compare(
-    one: Source, other: Source, pairs: Mapping[Key, Key], progress: Progress | None
-) -> Iterator[TensorDifference]:
+def _compare(one: Source, other: Source, pairs: Mapping[Key, Key], progress: Progress | None) -> Iterator[TensorDifference]:
     dtypes = _common_dtypes(one, other, pairs)
     mine = chunks(Converted(one, dtypes), pairs, _SIZE)
     theirs = chunks(Converted(other, {pairs[key]: dtype for key, dtype in dtypes.items()}), pairs.values(), _SIZE)

@@ -20,6 +20,7 @@ import torch
 
 from shardwise.checkpoint.contents import Key, Source, Spec, real_dtype
 from shardwise.checkpoint.datafile import Progress, to_bytes, write_file
+from shardwise.checkpoint.opening import foreign_room
 from shardwise.checkpoint.outdirectory import OutDirectory
 from shardwise.checkpoint.outfiles import OutFile, SafetensorsFile, TorchFile
 from shardwise.checkpoint.streaming import Converted, chunks, compute_dtypes, float_dtypes
@@ -86,7 +87,7 @@ def export(
     source: Source,
     out_dir: str | Path,
     *,
-    format: Format = "safetensors",  # noqa: A002 - the name of the option
+    format: Format = "safetensors",
     dtype: str | None = None,
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
@@ -118,9 +119,7 @@ def export(
     with OutDirectory(Path(out_dir), overwrite=overwrite, nbytes=plan.nbytes) as directory:
         converted = Converted(source, {key: spec.dtype for key, spec in plan.specs.items()})
         if format == "dcp":
-            from shardwise.checkpoint.foreign import write_dcp
-
-            write_dcp(converted, directory)
+            foreign_room(plan.format).write_dcp(converted, directory)
         for file in plan.files:
             _write(directory / file.name, file, converted, progress)
         if plan.index:
@@ -131,7 +130,7 @@ def export(
 def plan_export(
     source: Source,
     *,
-    format: Format = "safetensors",  # noqa: A002 - the name of the option
+    format: Format = "safetensors",
     dtype: str | None = None,
     max_shard_size: int | str = "5GB",
 ) -> ExportPlan:
@@ -147,9 +146,7 @@ def plan_export(
     limit = parse_size(max_shard_size)
     dtypes = compute_dtypes(source) if dtype is None else float_dtypes(source, _DTYPES[dtype])
     kinds = ("weight", "buffer", "optimizer") if format == "dcp" else ("weight", "buffer")
-    specs = {
-        key: Spec(spec.shape, dtypes.get(key, spec.dtype)) for key, spec in source.specs.items() if key.kind in kinds
-    }
+    specs = {key: Spec(spec.shape, dtypes.get(key, spec.dtype)) for key, spec in source.specs.items() if key.kind in kinds}
     if not any(key.kind == "weight" for key in specs):
         raise CheckpointError(explain(f"{source.where} has no weights", do="choose another checkpoint"))
     plan = ExportPlan(format, specs, notes=_notes(source, format))
@@ -188,7 +185,7 @@ def _groups(specs: dict[Key, Spec], limit: int) -> Iterator[list[Key]]:
     yield group
 
 
-def _notes(source: Source, format: Format) -> list[str]:  # noqa: A002 - as in `export`
+def _notes(source: Source, format: Format) -> list[str]:
     facts, notes = source.facts, list[str]()
     if facts.excluded:
         notes.append(f"frozen weights that were left out when it was saved are not in it: {', '.join(facts.excluded)}")

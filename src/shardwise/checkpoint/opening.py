@@ -15,7 +15,7 @@ from shardwise.checkpoint.folder import INDEX, Folder, check_tag
 from shardwise.checkpoint.reader import NativeSource
 from shardwise.errors import CheckpointDamagedError, CheckpointError, explain
 
-__all__ = ["find_native", "open_checkpoint", "open_path"]
+__all__ = ["find_native", "foreign_room", "open_checkpoint", "open_path"]
 
 
 def open_checkpoint(directory: Path, tag: str) -> tuple[Source, dict[str, Any]]:
@@ -52,7 +52,7 @@ def open_path(path: str | os.PathLike[str], tag: str | None = None) -> Source:
     where = Path(path).expanduser().absolute()
     if not where.exists():
         raise CheckpointError(explain(f"there is nothing at {where}", expected="a checkpoint", do="check the path"))
-    return _open_foreign(where, tag)
+    return foreign_room(str(where)).open_foreign(where, tag)
 
 
 def find_native(path: str | os.PathLike[str], tag: str | None = None) -> tuple[Folder, str] | None:
@@ -78,14 +78,17 @@ def find_native(path: str | os.PathLike[str], tag: str | None = None) -> tuple[F
     return None if found is None else (folder, found)
 
 
-def _open_foreign(path: Path, tag: str | None) -> Source:
+def foreign_room(wanted: str) -> Any:
+    """What reads and writes other programs' checkpoints, imported when it is needed.
+
+    Raises:
+        CheckpointError: it is not there.
+    """
     name = "shardwise.checkpoint.foreign"
     try:
-        foreign: Any = import_module(name)
+        return import_module(name)
     except ModuleNotFoundError as error:
         if error.name != name:
             raise
-        raise CheckpointError(
-            explain(f"{path} is no checkpoint of this package", do="checkpoints of other programs cannot be read yet")
-        ) from None
-    return foreign.open_foreign(path, tag)
+        problem = f"{wanted}: this installation knows no other programs' formats"
+        raise CheckpointError(explain(problem, expected="a checkpoint of this package")) from None

@@ -5,7 +5,7 @@ Owns the cutting of tensors into what fits, and the conversion. Refuses to know 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -76,11 +76,14 @@ class Converted:
     Args:
         source: as it is stored.
         dtypes: of those tensors that are wanted in another one.
+        without: tensors that are left out.
     """
 
-    def __init__(self, source: Source, dtypes: Mapping[Key, torch.dtype]) -> None:
+    def __init__(self, source: Source, dtypes: Mapping[Key, torch.dtype], *, without: Collection[Key] = ()) -> None:
         self._source = source
-        self._specs = {key: replace(spec, dtype=dtypes.get(key, spec.dtype)) for key, spec in source.specs.items()}
+        self._specs = {
+            key: replace(spec, dtype=dtypes.get(key, spec.dtype)) for key, spec in source.specs.items() if key not in without
+        }
 
     @property
     def where(self) -> str:

@@ -1,7 +1,7 @@
 """`shardwise checkpoint`: looks at checkpoints and converts them.
 
-Owns the commands' course and exit codes. Refuses to know formats (`shardwise.checkpoint`) and wording (`checkpoint_text`). What is
-heavy is imported when a command runs.
+Owns the commands' course and exit codes. Refuses to know formats (`shardwise.checkpoint`) and wording (`checkpoint_text`).
+What is heavy is imported when a command runs.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _clean(options: Namespace) -> int:
         print(f"restored {name}, whose replacement was never finished")
     for name in gone:
         print(f"removed {name}")
-    print(f"{len(folder.tags())} checkpoints are in {path}" if gone or back else f"there is nothing to remove in {path}")
+    print(f"left in {path}: {', '.join(folder.tags()) or 'no checkpoint'}" if gone or back else f"nothing to remove in {path}")
     return 0
 
 

@@ -112,10 +112,10 @@ def tree(source: Source, depth: int | None = None) -> str:
     root = tree_of(source)
     rows = [["", "", "elements", "bytes", "optimizer"], _total("all", root, 0), *_rows(root, 0, depth)]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    lines = [
-        "  ".join([f"{row[0]:<{widths[0]}}", f"{row[1]:<{widths[1]}}", *(f"{c:>{w}}" for c, w in zip(row[2:], widths[2:], strict=True))])
-        for row in rows
-    ]
+    lines: list[str] = []
+    for name, about, *numbers in rows:
+        cells = [f"{cell:>{width}}" for cell, width in zip(numbers, widths[2:], strict=True)]
+        lines.append("  ".join([f"{name:<{widths[0]}}", f"{about:<{widths[1]}}", *cells]))
     return "\n" + "\n".join(line.rstrip() for line in lines)
 
 
@@ -198,7 +198,9 @@ def difference(found: Difference, one: str, other: str, limit: int) -> str:
 
 
 def _named(key: Any) -> str:
-    return f"{key} (buffer)" if key.kind == "buffer" else f"random state of rank {key.name}" if key.kind == "random" else str(key)
+    return (
+        f"{key} (buffer)" if key.kind == "buffer" else f"random state of rank {key.name}" if key.kind == "random" else str(key)
+    )
 
 
 def _values(found: Difference) -> list[str]:
@@ -206,7 +208,9 @@ def _values(found: Difference) -> list[str]:
     for each in found.values:
         dtypes = "" if each.one.dtype == each.other.dtype else f"  {_dtype(each.one)}, {_dtype(each.other)}"
         if each.differing:
-            share = f"{each.differing:,} of {each.one.length:,} differ, by up to {each.largest:.3g} ({each.relative:.2g} relative)"
+            share = (
+                f"{each.differing:,} of {each.one.length:,} differ, by up to {each.largest:.3g} ({each.relative:.2g} relative)"
+            )
             rows.append(f"{_named(each.key)}: {share}{dtypes}")
         else:
             rows.append(f"{_named(each.key)}: equal values{dtypes}")

@@ -216,7 +216,7 @@ def _flag_for(name: str) -> str:
 
 
 def command_parser() -> Parser:
-    """The parser of all commands but `run`, whose script may take any words, and `checkpoint`, which has commands of its own."""
+    """The parser of all commands but `run`, whose script may take any words, and `checkpoint`, which has its own."""
     parser = Parser(
         prog="shardwise",
         description="Shardwise trains PyTorch models that do not fit in one device's memory.",

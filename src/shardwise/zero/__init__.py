@@ -14,7 +14,7 @@ from shardwise.zero.init import Init
 from shardwise.zero.released import ReleasedParameter, homes
 from shardwise.zero.runtime import Runtime
 from shardwise.zero.trees import find_tensors, map_tensors
-from shardwise.zero.unit import Home, Unit
+from shardwise.zero.unit import Home, State, Unit
 
 __all__ = [
     "Buffer",
@@ -27,6 +27,7 @@ __all__ = [
     "ReleasedParameter",
     "Runtime",
     "Site",
+    "State",
     "Unit",
     "UnitPlan",
     "as_storage",
