@@ -131,9 +131,13 @@ def _pairs(one: Source, other: Source, kinds: Collection[Kind], found: Differenc
 
 
 def _find(key: Key, facts: Facts, there: Source) -> Key | None:
-    """The tensor of the other side; a tied weight may have its values under another of its names there."""
+    """The tensor of the other side.
+
+    A tied weight may have its values under another of its names there, and some formats do not tell weights from buffers.
+    """
     names = [key.name, there.facts.ties.get(key.name), *(alias for alias, name in facts.ties.items() if name == key.name)]
-    candidates = [key._replace(name=name) for name in names if name is not None]
+    kinds: tuple[Kind, ...] = (key.kind, "weight", "buffer") if key.kind in ("weight", "buffer") else (key.kind,)
+    candidates = (Key(kind, name, key.state) for kind in kinds for name in names if name is not None)
     return next((candidate for candidate in candidates if candidate in there.specs), None)
 
 

@@ -50,9 +50,15 @@ def open_path(path: str | os.PathLike[str], tag: str | None = None) -> Source:
     if native is not None:
         return NativeSource(*native)
     where = Path(path).expanduser().absolute()
+    if tag is not None:
+        where = where / check_tag(tag)
     if not where.exists():
         raise CheckpointError(explain(f"there is nothing at {where}", expected="a checkpoint", do="check the path"))
-    return foreign_room(str(where)).open_foreign(where, tag)
+    source = foreign_room(str(where)).open_foreign(where)
+    if source is None:
+        expected = "a checkpoint of this package, DeepSpeed, torch.distributed.checkpoint or Hugging Face"
+        raise CheckpointError(explain(f"{where} is no checkpoint", expected=expected, found=_found(where)))
+    return source
 
 
 def find_native(path: str | os.PathLike[str], tag: str | None = None) -> tuple[Folder, str] | None:
@@ -76,6 +82,14 @@ def find_native(path: str | os.PathLike[str], tag: str | None = None) -> tuple[F
         return None
     found = folder.newest() if tag is None else check_tag(tag)
     return None if found is None else (folder, found)
+
+
+def _found(path: Path) -> str:
+    """What is there instead, in a few words."""
+    if not path.is_dir():
+        return "a file"
+    names = sorted(entry.name for entry in path.iterdir())
+    return (", ".join(names[:5]) + (", ..." if len(names) > 5 else "")) or "an empty directory"
 
 
 def foreign_room(wanted: str) -> Any:

@@ -30,8 +30,8 @@ log = logging.getLogger("shardwise")
 
 Result = TypeVar("Result")
 
-_STAGED = 1 << 26  # bytes that may wait in memory of their own
-_SLICE = 1 << 23  # elements that are converted at a time
+_STAGED = 1 << 25  # bytes that may wait in memory of their own
+_SLICE = 1 << 22  # elements that are converted at a time
 
 
 def load_pretrained(model: nn.Module, path: str | Path | Source, strict: bool = True, *, tag: str | None = None) -> Report:
