@@ -6,6 +6,8 @@ Any of these runs it, and the losses of all ZeRO stages agree:
     shardwise run --nproc 2 examples/train_gpt.py --config examples/zero3.json
     torchrun --nproc-per-node 2 examples/train_gpt.py --config examples/zero3.json --stage 2
     python examples/train_gpt.py --steps 20
+
+With `--save DIR` it saves checkpoints there, and goes on from the last one if it is started again, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -197,8 +199,12 @@ def main() -> None:
     size = sum(parameter.numel() for parameter in model.parameters())
     engine, _, loader, _ = shardwise.initialize(model=model, training_data=training, config=configuration(args))  # Shardwise
     rank = dist.get_rank()
+    if args.save:
+        engine.load_checkpoint(args.save, fallback=True)  # where there is none yet, nothing happens
 
     if rank == 0:
+        if engine.global_steps:
+            print(f"going on after step {engine.global_steps}")
         print(f"{size / 1e6:.1f} M parameters, ZeRO stage {engine.zero_optimization_stage()}, on {engine.device.type}")
         print(f"{len(training.text) / 1e6:.1f} MB of Python to learn from, {len(held_out.text) / 1e6:.1f} MB held out")
     engine.eval()
@@ -207,8 +213,9 @@ def main() -> None:
     batches = iter(RepeatingLoader(loader))
     loss = torch.tensor(math.nan)
     shown = rank == 0 and not args.no_progress
-    with TrainingProgress(args.steps, enabled=shown, memory=lambda: read_memory(engine.device).current) as progress:
-        for _ in range(args.steps):
+    left = max(0, args.steps - engine.global_steps)
+    with TrainingProgress(left, enabled=shown, memory=lambda: read_memory(engine.device).current) as progress:
+        while engine.global_steps < args.steps:
             for _ in range(engine.gradient_accumulation_steps()):
                 text, targets = (part.to(engine.device) for part in next(batches))
                 loss = engine(text, targets)
@@ -220,6 +227,8 @@ def main() -> None:
                 learning_rate=engine.get_lr()[0],
                 gradient_norm=engine.get_global_grad_norm(),
             )
+            if args.save and (engine.global_steps % args.save_every == 0 or engine.global_steps == args.steps):
+                engine.save_checkpoint(args.save)
     memory = {**engine.memory_report(), "process": read_memory(engine.device).peak}
     reports = on_every_rank(memory, engine.device)
 
@@ -283,6 +292,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=5)
     parser.add_argument("--context", type=int, default=128, help="bytes the model sees at once")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", type=Path, metavar="DIR", help="save checkpoints there, and go on from the last one")
+    parser.add_argument("--save-every", type=int, default=100, metavar="N", help="optimizer steps between two checkpoints")
     parser.add_argument("--no-progress", action="store_true", help="print only the results")
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # some launchers pass it
     return parser.parse_args()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import ParameterError, UsageError, explain
-from shardwise.zero import Gradients, Home, as_storage, homes
+from shardwise.zero import Gradients, Home, Master, as_storage, homes
 
 if TYPE_CHECKING:
     from shardwise.trainer import Trainer
@@ -49,7 +49,7 @@ class Piece(NamedTuple):
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
     """The master weights of a parameter, whole. Collective."""
     home = _home(param)
-    return None if home is None else _assemble(home, lambda piece: _master(home)[piece.first : piece.last])
+    return None if home is None else _assemble(home, lambda piece: _master(home).read(piece.first, piece.last))
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
@@ -136,7 +136,7 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
 def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
     """This rank's piece of the master weights."""
     home = _home(param)
-    return None if home is None else _local(home, _master(home))
+    return None if home is None else _local(home, _master(home).read)
 
 
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
@@ -152,7 +152,11 @@ def safe_get_local_grad(param: Tensor) -> Tensor | None:
     if home is None or not home.buffer.trainable:
         return None
     reduced = _gradients(home).shard
-    return None if reduced is None else _local(home, reduced) * (1.0 / _trainer(home).gradient_divisor)
+    return (
+        None
+        if reduced is None
+        else _local(home, lambda first, last: reduced[first:last]) * (1.0 / _trainer(home).gradient_divisor)
+    )
 
 
 def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
@@ -230,8 +234,8 @@ def _pieces(home: Home) -> list[Piece]:
     ]
 
 
-def _master(home: Home) -> Tensor:
-    return home.buffer.master if home.buffer.master is not None else home.buffer.shard
+def _master(home: Home) -> Master:
+    return home.buffer.precise
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -283,15 +287,16 @@ def _own(home: Home, value: Tensor) -> list[tuple[Piece, Tensor]]:
     return [(piece, value.detach().reshape(-1)) for piece in pieces]
 
 
-def _local(home: Home, chunk: Tensor) -> Tensor:
-    parts = [chunk[piece.first : piece.last] for piece in _pieces(home)]
-    return parts[0].to(_wide(chunk.dtype), copy=True) if parts else chunk.new_empty(0, dtype=_wide(chunk.dtype))
+def _local(home: Home, read: Callable[[int, int], Tensor]) -> Tensor:
+    """A copy of this rank's piece of a chunk, of which `read` gives elements."""
+    parts = [read(piece.first, piece.last) for piece in _pieces(home)] or [read(0, 0)]
+    return parts[0].to(_wide(parts[0].dtype), copy=True)
 
 
 def _write_weights(home: Home, parts: list[tuple[Piece, Tensor]]) -> None:
     home.unit.open("set weights of")
     for piece, part in parts:
-        _master(home)[piece.first : piece.last] = part
+        _master(home).write(piece.first, part)
         home.buffer.shard[piece.first : piece.last] = part
     home.unit.shut()
 
@@ -307,10 +312,9 @@ def _state(home: Home, key: str) -> Tensor | None:
 
 
 def _set_state(home: Home, key: str, part: Tensor) -> None:
-    found = _state(home, key)
-    if found is None:
+    if _state(home, key) is None:
         raise _no_state(home, key)
-    found.copy_(part)
+    _trainer(home).set_piece_state(home.member.index, key, part)
 
 
 def _no_state(home: Home, key: str) -> UsageError:

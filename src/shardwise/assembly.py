@@ -24,18 +24,21 @@ from shardwise.engine import Engine
 from shardwise.errors import ShardwiseError
 from shardwise.mesh import Axis, DataMesh
 from shardwise.optim import (
+    Driver,
     LossScale,
     OptimizerPlan,
+    PagedDriver,
     Piece,
     Shard,
     ShardedOptimizer,
     StepPath,
     StepSettings,
+    TierMaster,
     adopt_scheduler,
     build_scheduler,
     plan_groups,
 )
-from shardwise.settings import make_policy, share_memory, state_dtype
+from shardwise.settings import make_paging, make_policy, share_memory, state_dtype
 from shardwise.trainer import Parts, Trainer
 from shardwise.zero import Buffer, Runtime, Site, Unit, UnitPlan, build_units, check_parameters
 
@@ -131,8 +134,10 @@ def _make_parts(
     path = None
     if plan is not None:
         settings = _step_settings(config, site, units)
+        driver = plan.driver(shards, make_paging(config))
         over_ranks, over_shards = _summing(site.comm, site.mesh.data), _summing(site.comm, site.mesh.shard)
-        path = StepPath(shards, plan.driver(shards), settings, over_ranks, over_shards, scaler)
+        path = StepPath(shards, driver, settings, over_ranks, over_shards, scaler)
+        _move_masters(driver, [buffer for unit in units for buffer in unit.buffers if buffer.trainable], site.comm)
     # The last of all: it puts hooks on the model, and nothing that can fail may follow.
     runtime = Runtime(built, site.comm, site.mesh.data, site.policy)
     return Parts(
@@ -151,11 +156,22 @@ def _make_parts(
     )
 
 
+def _move_masters(driver: Driver, buffers: Sequence[Buffer], comm: Comm) -> None:
+    """Masters that rest with the optimizer's state are asked for there."""
+    if isinstance(driver, PagedDriver):
+        for number, buffer in enumerate(buffers):
+            if buffer.master is not None and buffer.master.separate:
+                comm.ledger.drop("master weights", buffer.master.nbytes)
+                buffer.master = TierMaster(driver, number)
+
+
 def _make_shard(buffer: Buffer) -> Shard:
     """This rank's part of a trainable buffer, as the optimizer sees it."""
-    key, master = buffer.key, buffer.master
+    key = buffer.key
     assert key.group is not None
-    assert master is not None
+    assert buffer.master is not None
+    master = buffer.master.tensor
+    assert master is not None, "masters move elsewhere when the driver is there"
     start, _ = buffer.interval
     pieces = tuple(
         Piece(member.name, member.index, first, last, member.slot.length, start + first - member.slot.offset)
@@ -163,7 +179,7 @@ def _make_shard(buffer: Buffer) -> Shard:
     )
     share = buffer.layout.chunk // key.replicate.size
     counted = slice(key.replicate.index * share, (key.replicate.index + 1) * share)
-    return Shard(key.group, master, None if master is buffer.shard else buffer.shard, pieces=pieces, counted=counted)
+    return Shard(key.group, master, buffer.shard if buffer.master.separate else None, pieces=pieces, counted=counted)
 
 
 def _step_settings(config: Config, site: Site, units: Sequence[Unit]) -> StepSettings:

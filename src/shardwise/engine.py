@@ -218,9 +218,9 @@ class Engine(nn.Module):
     def memory_report(self) -> dict[str, int]:
         """Bytes that this rank holds for the model's state, and what it would hold unsharded.
 
-        Keys: parameters_resting, parameters_live_peak, gradients, gradients_in_flight, optimizer, padding,
-        unsharded_parameters, unsharded_gradients, unsharded_optimizer. "optimizer" includes master weights that
-        are separate from the parameters.
+        Keys: parameters_resting, parameters_live_peak, gradients, gradients_in_flight, optimizer, optimizer_offloaded,
+        padding, unsharded_parameters, unsharded_gradients, unsharded_optimizer. "optimizer" includes master weights that
+        are separate from the parameters; what is offloaded is not in memory of the device.
         """
         parts = self._trainer.parts
         report = parts.runtime.memory()
@@ -228,7 +228,9 @@ class Engine(nn.Module):
         moments = parts.step_path.driver.state_bytes() if parts.step_path is not None else 0
         elements = sum(len(shard.master) for shard in parts.shards)
         whole = sum(item.buffer.layout.total for item in parts.runtime.reducer.gradients)
-        report["optimizer"] = masters + moments
+        driver = None if parts.step_path is None else parts.step_path.driver
+        report["optimizer"] = masters + (driver.resident_bytes() if driver else 0)
+        report["optimizer_offloaded"] = driver.offloaded_bytes() if driver else 0
         report["unsharded_optimizer"] = unsharded_masters + (round(moments * whole / elements) if elements else 0)
         return report
 

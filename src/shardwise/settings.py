@@ -13,9 +13,11 @@ import torch
 
 from shardwise.config import Config
 from shardwise.errors import UsageError, explain
+from shardwise.optim import Paging
 from shardwise.policy import STAGES, Policy, Precision
+from shardwise.tiers import DiskSettings, DiskTier, HostTier
 
-__all__ = ["dtype_named", "make_policy", "make_precision", "share_memory", "show_log", "state_dtype"]
+__all__ = ["dtype_named", "make_paging", "make_policy", "make_precision", "share_memory", "show_log", "state_dtype"]
 
 _DTYPES = {
     "fp32": torch.float32,
@@ -70,6 +72,30 @@ def share_memory(config: Config, device: torch.device) -> bool | Literal["requir
     if config.transport == "gloo" or device.type != "cpu":
         return False
     return "required" if config.transport == "shm" else True
+
+
+def make_paging(config: Config) -> Paging | None:
+    """Where optimizer state rests, unless it stays on the device.
+
+    On the CPU, state in host memory is where it would be in any case; it takes the same way, so that this is seen to work.
+    """
+    offload, aio = config.zero_optimization.offload_optimizer, config.aio
+    if offload.device == "none" or not offload.ratio:
+        return None
+    if offload.device == "cpu":
+        return Paging(lambda: HostTier(pinned=offload.pin_memory), offload.buffer_size, offload.ratio)
+    disk = DiskSettings(
+        buffer_count=offload.buffer_count,
+        buffer_size=offload.buffer_size,
+        threads=max(aio.intra_op_parallelism, aio.thread_count or 1),
+        block_bytes=aio.block_size,
+        queue_depth=aio.queue_depth,
+        pipeline_read=offload.pipeline_read,
+        pipeline_write=offload.pipeline_write,
+        pinned=offload.pin_memory,
+    )
+    folder = str(offload.nvme_path)
+    return Paging(lambda: DiskTier(folder, disk, name="optimizer state"), offload.buffer_size, offload.ratio)
 
 
 def make_policy(config: Config, data_ranks: int) -> Policy:

@@ -244,13 +244,21 @@ class Trainer:
         self.parts.runtime.reducer.delivered[parameter] = 1
 
     def piece_state(self, parameter: int) -> dict[str, Any]:
-        """Optimizer state of this rank's piece of a parameter, as views and numbers; empty if there is none."""
+        """Optimizer state of this rank's piece of a parameter, to read: tensors and numbers; empty if there is none."""
         path = self.parts.step_path
         for number, shard in enumerate(self.parts.shards):
             for position, piece in enumerate(shard.pieces):
                 if piece.index == parameter and path is not None:
                     return path.driver.piece_state(number, position)
         return {}
+
+    def set_piece_state(self, parameter: int, name: str, values: Tensor) -> None:
+        """Replace one tensor of the optimizer state of this rank's piece of a parameter."""
+        path = self.parts.step_path
+        for number, shard in enumerate(self.parts.shards):
+            for position, piece in enumerate(shard.pieces):
+                if piece.index == parameter and path is not None:
+                    path.driver.set_piece_state(number, position, name, values)
 
     def weights_edited(self, unit: Unit) -> None:
         """The shards of a unit's weights were set from outside a step."""
@@ -279,6 +287,8 @@ class Trainer:
             shard.grad = shard.weight = None
             shard.master = shard.master.new_empty(0)
             shard.state.clear()
+        if self.parts.step_path is not None:
+            self.parts.step_path.driver.close()
         self.parts.comm.close(f"after {self.global_steps} step{'' if self.global_steps == 1 else 's'}")
 
     def check_open(self) -> None:

@@ -25,7 +25,7 @@ BATCH = 12
 
 
 class Rich(nn.Module):
-    """Tied, frozen, scalar, empty, complex, integer and transposed weights; buffers that train, that stay, that are not saved."""
+    """Weights that are tied, frozen, scalar, empty, complex, integer, transposed; buffers that change, or are not saved."""
 
     def __init__(self, width: int = 5, words: int = 7) -> None:
         super().__init__()
@@ -137,13 +137,6 @@ def same(one: dict[str, Any], other: dict[str, Any], tolerance: float = 0.0) -> 
             assert torch.equal(value, other[name]), name
         else:
             torch.testing.assert_close(value, other[name], rtol=tolerance, atol=tolerance)
-
-
-def save_after(directory: Path, steps: int, stage: int, precision: str = "fp32", **changes: Any) -> None:
-    """Body for ranks: train, save."""
-    with open_engine(stage, precision, **changes) as engine:
-        train_on(engine, steps)
-        assert engine.save_checkpoint(directory, client_state={"epoch": 3, "note": ("x", 1.5)})
 
 
 def go_on(stage: int, directory: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.checkpoint_support import go_on, open_engine, same, save_after, state_of, train_on
+from tests.distributed.checkpoint_support import go_on, open_engine, same, state_of, train_on
 from tests.harness import ranks, run_on_ranks
 
 STAGES = (0, 1, 2, 3)

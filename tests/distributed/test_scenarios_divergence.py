@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from tests.distributed.scenario_support import (
     assert_close,
     assert_equal,
     build,
+    end_process,
     everywhere,
     full,
     part,
@@ -246,11 +246,6 @@ def test_one_rank_does_not_train_a_window() -> None:
 
 
 # ---- differences that nobody declared
-
-
-def end_process() -> None:
-    """What was in flight when the ranks parted never ends, and gloo waits for it at the end of a group. All was checked."""
-    os._exit(0)
 
 
 class Forked(Net):

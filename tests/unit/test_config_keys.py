@@ -71,6 +71,22 @@ WORKS: dict[str, tuple[object, dict[str, object], tuple[str, ...]]] = {
     "zero_optimization.leaf_module.classes": ([], {'["MoE"]': ["MoE"]}, ('"MoE"', "[null]")),
     "zero_optimization.leaf_module.names": ([], {'["a.b"]': ["a.b"]}, ('"a.b"', "{}")),
     "zero_optimization.leaf_module.name_suffixes": ([], {'["mlp"]': ["mlp"]}, ('"mlp"', "3")),
+    "aio.block_size": (8_388_608, {"1e6": 1_000_000}, ("0", "-1", "1.5", '"1M"')),
+    "aio.queue_depth": (8, {"32": 32}, ("0", "-1", "true")),
+    "aio.intra_op_parallelism": (2, {"4": 4}, ("0", "1.5")),
+    "aio.thread_count": (None, {"4": 4}, ("0", "1.5")),
+    "zero_optimization.offload_optimizer.device": ("none", {'"none"': "none"}, ('"disk"', "1", "true")),
+    "zero_optimization.offload_optimizer.nvme_path": (None, {'"/tmp"': "/tmp"}, ("1", "true")),
+    "zero_optimization.offload_optimizer.pin_memory": (False, *BOOL),
+    "zero_optimization.offload_optimizer.buffer_count": (4, {"2": 2}, ("0", "1.5")),
+    "zero_optimization.offload_optimizer.buffer_size": (16_777_216, {"1e6": 1_000_000}, ("0", "1000")),
+    "zero_optimization.offload_optimizer.pipeline_read": (True, *BOOL),
+    "zero_optimization.offload_optimizer.pipeline_write": (True, *BOOL),
+    "zero_optimization.offload_optimizer.ratio": (1.0, {"0.5": 0.5, "0": 0.0}, ("-1", "1.5", '"1"')),
+    "checkpoint.tag_validation": ("WARN", {'"fail"': "FAIL", '"IGNORE"': "IGNORE"}, ('"maybe"', "1", "true")),
+    "checkpoint.keep_last": (0, {"3": 3, "2.0": 2}, ("-1", "1.5", '"3"', "true")),
+    "checkpoint.on_busy": ("wait", {'"REFUSE"': "refuse"}, ('"drop"', "1")),
+    "checkpoint.async": (False, *BOOL),
     "optimizer.type": (MISSING, {'"AdamW"': "AdamW", '"sgd"': "SGD", '"NAdam"': "NAdam"}, ("1", "true", '""', "[]")),
     "optimizer.params": (MISSING, {'{"lr": 1}': {"lr": 1.0}}, ("[]", "1")),
     "scheduler.type": (MISSING, {'"WarmupLR"': "WarmupLR", '"lrrangetest"': "LRRangeTest"}, ('"Cosine"', "1", '""')),
@@ -98,14 +114,8 @@ INERT = {
     "zero_optimization.overlap_comm": True,
     "zero_optimization.sub_group_size": 1e9,
     "zero_optimization.offload_optimizer.fast_init": False,
-    "checkpoint.tag_validation": "FAIL",
-    "checkpoint.use_node_local_storage": True,
     "checkpoint.load_universal": True,
     "checkpoint.writer": {"type": "vanilla"},
-    "aio.block_size": 2**20,
-    "aio.queue_depth": 32,
-    "aio.intra_op_parallelism": 4,
-    "aio.thread_count": 2,
     "aio.single_submit": True,
     "aio.overlap_events": False,
     "aio.use_gds": True,
@@ -117,7 +127,6 @@ INERT = {
 
 # path -> (values that ask for the capability, values that leave it off)
 LATER: dict[str, tuple[list[object], list[object]]] = {
-    "zero_optimization.offload_optimizer.device": (["cpu", "nvme"], ["none"]),
     "zero_optimization.offload_param.device": (["cpu", "nvme"], ["none"]),
     "zero_optimization.zero_hpz_partition_size": ([2, 8.0], [1, 0]),
     "zero_optimization.zero_quantized_weights": ([True], [False]),
@@ -125,6 +134,7 @@ LATER: dict[str, tuple[list[object], list[object]]] = {
     "zero_optimization.zero_quantized_gradients": ([True], [False]),
     "wall_clock_breakdown": ([True], [False]),
     "memory_breakdown": ([True], [False]),
+    "checkpoint.use_node_local_storage": ([True], [False]),
     "activation_checkpointing.partition_activations": ([True], [False]),
     "activation_checkpointing.cpu_checkpointing": ([True], [False]),
     "flops_profiler.enabled": ([True], [False]),
@@ -321,6 +331,23 @@ def test_offload_that_is_off_passes_with_its_settings() -> None:
     assert config.zero_optimization.offload_param.device == "none"
 
 
+@pytest.mark.parametrize(
+    ("zero", "optimizer", "told"),
+    [
+        (
+            {"stage": 2, "offload_optimizer": {"device": "nvme"}},
+            "Adam",
+            "nvme_path is missing: expected a folder on a fast disk",
+        ),
+        ({"stage": 0, "offload_optimizer": {"device": "cpu"}}, "Adam", "expected zero_optimization.stage 1, 2 or 3, found 0"),
+        ({"stage": 3, "offload_optimizer": {"device": "cpu"}}, "Lamb", "device does not go with Lamb"),
+    ],
+)
+def test_offload_that_cannot_work_is_refused(zero: dict[str, object], optimizer: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_config({"train_batch_size": 1, "zero_optimization": zero, "optimizer": {"type": optimizer}}, world_size=1)
+
+
 def test_a_typo_in_a_section_to_come_is_no_silent_off() -> None:
     told = message_of("tensor_parallel.autotp_sise", 8)
     assert "nearest valid key is tensor_parallel.autotp_size" in told
@@ -378,7 +405,12 @@ def test_older_offload_switches(name: str) -> None:
     path = f"zero_optimization.{name}"
     present = RENAMED[path].name
     told = message_of(path, True)
-    assert f"{path} is not available yet: found true. Remove it." in told
+    if present == "offload_param":
+        assert f"{path} is not available yet: found true. Remove it." in told
+    else:
+        assert f"{path} needs a stage at which every rank updates a share" in told
+        config = load_config({"zero_optimization": {"stage": 2, name: True}}, world_size=1)
+        assert config.zero_optimization.offload_optimizer.device == "cpu"
     config = load(path, False)
     assert getattr(config.zero_optimization, present).device == "none"
     assert config.warnings == [f"{path} is an older spelling of zero_optimization.{present}"]

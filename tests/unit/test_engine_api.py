@@ -121,8 +121,10 @@ def test_an_engine_takes_no_other_names_from_its_model() -> None:
     with start() as engine:
         names = {name for name in {*dir(type(engine)), *vars(engine)} if not name.startswith("_")}
         methods = """backward counters destroy get_global_grad_norm get_lr gradient_accumulation_steps inference
-            is_gradient_accumulation_boundary memory_report no_sync scale set_gradient_accumulation_boundary step
-            train_batch_size train_micro_batch_size_per_gpu was_step_applied zero_optimization_stage"""
+            is_gradient_accumulation_boundary load_checkpoint memory_report module_state_dict no_sync save_16bit_model
+            save_checkpoint scale set_gradient_accumulation_boundary step
+            train_batch_size train_micro_batch_size_per_gpu wait_for_checkpoint was_step_applied
+            zero_gather_16bit_weights_on_model_save zero_optimization_stage"""
         values = """config device global_samples global_steps loss_scale lr_scheduler micro_steps optimizer skipped_steps
             training_dataloader"""
         assert names - set(dir(nn.Module())) == {*methods.split(), *values.split()}

@@ -13,8 +13,8 @@ import base64
 import errno
 import os
 import struct
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,21 +159,37 @@ def _write_segments(descriptor: int, segments: list[tuple[int, list[Tensor]]], p
             progress(sum(len(view) for view in views))
         return sums
 
-    if len(segments) < 2:
-        return [value for segment in segments for value in write(segment)]
-    with ThreadPoolExecutor(min(_THREADS, len(segments)), thread_name_prefix="shardwise-write") as pool:
-        return [value for sums in _run_all(pool, write, segments) for value in sums]
+    return [value for sums in _run_all(write, segments, "shardwise-write") for value in sums]
 
 
-def _run_all(pool: ThreadPoolExecutor, work: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-    """Like `map`, but where one fails, what has not begun is left out."""
-    futures: list[Future[Any]] = [pool.submit(work, item) for item in items]
-    try:
-        return [future.result() for future in futures]
-    except BaseException:
-        for future in futures:
-            future.cancel()
-        raise
+def _run_all(work: Callable[[Any], Any], items: Sequence[Any], name: str) -> list[Any]:
+    """Like `map`, in a few threads; where one fails, what has not begun is left out.
+
+    Not by an executor of the standard library: those take no more work once the interpreter has begun to end, and a save in
+    the background may go on for that long.
+    """
+    results: list[Any] = [None] * len(items)
+    errors: list[BaseException] = []
+    numbers = iter(range(len(items)))
+
+    def run() -> None:
+        for number in numbers:  # one iterator for all: each number goes to one thread
+            if errors:
+                return
+            try:
+                results[number] = work(items[number])
+            except BaseException as error:  # noqa: BLE001 - raised below, in the thread that waits
+                errors.append(error)
+
+    others = [threading.Thread(target=run, name=name, daemon=True) for _ in range(min(_THREADS, len(items)) - 1)]
+    for thread in others:
+        thread.start()
+    run()
+    for thread in others:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
 
 
 def _write_all(descriptor: int, views: list[memoryview], offset: int) -> None:
@@ -286,12 +302,7 @@ class DataFile:
         """
         ordered = sorted((each for each in wanted if len(each.into)), key=lambda each: each.start)
         jobs = list(_jobs(ordered, self._sums.block))
-        if len(jobs) < 2:
-            for job in jobs:
-                self._run(job, progress)
-            return
-        with ThreadPoolExecutor(min(_THREADS, len(jobs)), thread_name_prefix="shardwise-read") as pool:
-            _run_all(pool, lambda job: self._run(job, progress), jobs)
+        _run_all(lambda job: self._run(job, progress), jobs, "shardwise-read")
 
     def verify(self, progress: Progress | None = None) -> None:
         """Read all of the file and check it. Raises CheckpointError if a block is damaged."""

@@ -162,8 +162,8 @@ class Index:
     @classmethod
     def _parse(cls, text: str, where: str) -> Index:
         head, separator, body = text.strip().partition(',"index":')
-        body = body[:-1]
-        if not separator or head != f'{{"crc32":"{crc32(body.encode()):08x}"':
+        body, end = body[:-1], body[-1:]
+        if not separator or end != "}" or head != f'{{"crc32":"{crc32(body.encode()):08x}"':
             raise ValueError("the checksum of the index is not that of its text")
         found = json.loads(body)
         if found["format"] != _FORMAT or type(found["version"]) is not int:

@@ -127,7 +127,7 @@ def _tensor_from_json(found: dict[str, Any]) -> Tensor:
     dtype = getattr(torch, found["dtype"])
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{found['dtype']} is no dtype")
-    data = bytearray(base64.b64decode(found["value"]))
+    data = bytearray(base64.b64decode(found["value"], validate=True))
     flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
     return flat.reshape([int(size) for size in found["shape"]])
 
@@ -145,7 +145,7 @@ def _pairs(found: dict[str, Any]) -> dict[Any, Any]:
 
 _DECODERS: dict[str, Any] = {
     "float": lambda found: float(found["value"]),
-    "bytes": lambda found: base64.b64decode(found["value"]),
+    "bytes": lambda found: base64.b64decode(found["value"], validate=True),
     "tensor": _tensor_from_json,
     "dtype": _dtype_from_json,
     "device": lambda found: torch.device(found["value"]),

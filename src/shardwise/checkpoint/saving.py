@@ -168,8 +168,8 @@ def write_checkpoint(contents: Contents, to: Destination, exchange: Exchange, pr
         problem = problem or _attempt(lambda: _complete(contents, to))
         if problem:
             shutil.rmtree(to.written, ignore_errors=True)
-    # The word of the first rank, who may have failed after all had written; what a rank knows of itself comes first.
-    problem = own or exchange.announce(problem) or problem
+    # The first rank may have failed after all had written.
+    problem = exchange.announce(problem) or problem
     if problem:
         raise CheckpointError(explain(f"checkpoint {to.tag!r} was not saved", found=problem.rstrip(".")))
 

@@ -90,8 +90,22 @@ def _summary_rows(view: ConfigView) -> list[tuple[str, ...]]:
         ("Gradients", _gradients(view)),
         ("Gradient clipping", f"to a norm of {clipping:g}" if clipping else "off (0; DeepSpeed clips to 1.0 since 0.19)"),
         ("Optimizer", view.optimizer.type if view.optimizer else "none here; pass one to initialize()"),
+        *_offloads(view),
         ("Schedule", view.scheduler.type if view.scheduler else "none here"),
     ]
+
+
+def _offloads(view: ConfigView) -> list[tuple[str, ...]]:
+    offload = view.zero_optimization.offload_optimizer
+    if offload.device == "none":
+        return []
+    low = view.fp16.enabled or (view.bf16.enabled and not view.bf16.bf16_master_weights_and_grads)
+    what = "moments and fp32 master weights" if low else "moments"
+    share = "" if offload.ratio == 1 else f"{offload.ratio:.0%} of "
+    if offload.device == "cpu":
+        return [("Optimizer state", f"{share}{what} in host memory")]
+    memory = offload.buffer_count * offload.buffer_size / 2**20
+    return [("Optimizer state", f"{share}{what} on disk under {offload.nvme_path}; {memory:.0f} MiB of buffers per rank")]
 
 
 def _precision(view: ConfigView) -> str:

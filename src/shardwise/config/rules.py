@@ -97,7 +97,29 @@ def _nesterov(config: ConfigView, notes: Notes) -> Iterator[Problem]:
         )
 
 
-_RULES: tuple[Rule, ...] = (_one_precision, _sixteen_bits_match, _bf16_states, _units_and_leaves, _nesterov)
+def _offload(config: ConfigView, _: Notes) -> Iterator[Problem]:
+    offload, path = config.zero_optimization.offload_optimizer, "zero_optimization.offload_optimizer"
+    if offload.device == "none":
+        return
+    if not config.zero_optimization.stage:
+        yield Problem(
+            f"{path}.device",
+            "needs a stage at which every rank updates a share",
+            expected="zero_optimization.stage 1, 2 or 3",
+            found="0",
+        )
+    if offload.device == "nvme" and not offload.nvme_path:
+        yield Problem(f"{path}.nvme_path", "is missing", expected="a folder on a fast disk, for device nvme", found="nothing")
+    if config.optimizer is not None and config.optimizer.type == "Lamb":
+        yield Problem(
+            f"{path}.device",
+            "does not go with Lamb",
+            expected="an elementwise rule: Adam, AdamW, SGD, Adagrad or Lion",
+            found='"Lamb", which passes over the state twice',
+        )
+
+
+_RULES: tuple[Rule, ...] = (_one_precision, _sixteen_bits_match, _bf16_states, _units_and_leaves, _nesterov, _offload)
 
 
 # --- warnings ---------------------------------------------------------------------------------------------------------

@@ -84,12 +84,12 @@ class ActivationCheckpointing(Section):
 
 
 class Aio(Section):
-    """Tuning of disk access; it will have meaning once something is offloaded to disk."""
+    """Tuning of disk access, for what is offloaded to disk; `shardwise bench io` measures what is best."""
 
-    block_size: Whole = inert(1_048_576, "Bytes per disk request.", ge=1)
-    queue_depth: Whole = inert(8, "Disk requests in flight.", ge=1)
-    intra_op_parallelism: Whole = inert(1, "Threads that share one transfer.", ge=1)
-    thread_count: Whole = inert(1, "Another name for intra_op_parallelism.", ge=1)
+    block_size: Whole = key(8_388_608, "Bytes per disk request.", ge=1)
+    queue_depth: Whole = key(8, "Transfers in flight.", ge=1)
+    intra_op_parallelism: Whole = key(2, "Threads that share one transfer.", ge=1)
+    thread_count: Whole | None = key(None, "Another name for intra_op_parallelism; the larger of the two counts.", ge=1)
     single_submit: bool = inert(False, "Submit disk requests one by one.")
     overlap_events: bool = inert(True, "Submit new requests while waiting for old ones.")
     use_gds: bool = inert(False, "Move bytes between disk and device without host memory.")

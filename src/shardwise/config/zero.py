@@ -18,17 +18,20 @@ def _names(doc: str) -> Any:
     return Field(default_factory=list, description=doc, json_schema_extra={"kind": "works"})
 
 
-class OffloadOptimizer(FutureSection):
-    """Where optimizer state rests between steps."""
+class OffloadOptimizer(Section):
+    """Where optimizer state and separate master weights rest between steps (stages 1 to 3)."""
 
-    device: Literal["none", "cpu", "nvme"] = later(
+    device: Literal["none", "cpu", "nvme"] = key(
         "none", "Keep optimizer state in host memory (cpu) or on disk (nvme) instead of on the device."
     )
     nvme_path: str | None = key(None, "Folder on a fast disk, for device nvme.")
     pin_memory: bool = key(False, "Use page-locked host memory, which copies faster.")
-    buffer_count: Whole = key(4, "Staging buffers for device nvme.", ge=1)
-    pipeline_read: bool = key(False, "Read the next tile of state while the current one is updated.")
-    pipeline_write: bool = key(False, "Write the previous tile of state while the current one is updated.")
+    buffer_count: Whole = key(4, "Buffers through which pages of state pass, for device nvme.", ge=1)
+    buffer_size: Whole = key(
+        16_777_216, "Shardwise only: bytes of each of them, and so of a page of state. A step needs no more memory.", ge=65_536
+    )
+    pipeline_read: bool = key(True, "Read the next page of state while the current one is updated.")
+    pipeline_write: bool = key(True, "Write the previous page of state while the current one is updated.")
     ratio: Number = key(1.0, "Share of the optimizer state that is moved off the device.", ge=0, le=1)
     fast_init: bool = inert(False, "Tuned the creation of state files.")
 

@@ -10,6 +10,7 @@ from shardwise.optim.driver import Driver, StepSettings
 from shardwise.optim.loss_scale import LossScale
 from shardwise.optim.norm import BadGradient
 from shardwise.optim.optimizer import ShardedOptimizer
+from shardwise.optim.paged import PagedDriver, Paging, TierMaster
 from shardwise.optim.plan import OptimizerPlan, plan_groups
 from shardwise.optim.schedulers import GroupSchedule, adopt_scheduler, build_scheduler, check_scheduler
 from shardwise.optim.shards import Piece, Shard
@@ -21,12 +22,15 @@ __all__ = [
     "GroupSchedule",
     "LossScale",
     "OptimizerPlan",
+    "PagedDriver",
+    "Paging",
     "Piece",
     "Shard",
     "ShardedOptimizer",
     "StepPath",
     "StepReport",
     "StepSettings",
+    "TierMaster",
     "adopt_scheduler",
     "build_scheduler",
     "check_scheduler",

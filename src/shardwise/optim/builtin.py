@@ -120,7 +120,7 @@ class RuleDriver(Driver):
     def __init__(self, shards: Sequence[Shard], rule: Rule, groups: Groups) -> None:
         super().__init__(shards)
         self.rule = rule
-        self._groups = groups
+        self.groups = groups
         self._scratch = Scratch()
 
     @property
@@ -177,7 +177,7 @@ class RuleDriver(Driver):
     def _flat_state(self, shard: Shard, name: str) -> Tensor:
         if name not in shard.state:
             dtype = self.settings.state_dtype or shard.master.dtype
-            initial = self.rule.initial(name, self._groups[shard.group])
+            initial = self.rule.initial(name, self.groups[shard.group])
             shard.state[name] = torch.full_like(shard.master, initial, dtype=dtype)
         return shard.state[name]
 
@@ -197,7 +197,7 @@ class RuleDriver(Driver):
         # Torch's SGD keeps no step count; having a momentum means having stepped.
         home.steps[piece] = int(state.get("step", 1 if tensors else 0))
         for name in home.state.keys() - tensors.keys():
-            home.state[name][part.start : part.stop] = self.rule.initial(name, self._groups[home.group])
+            home.state[name][part.start : part.stop] = self.rule.initial(name, self.groups[home.group])
         for name, value in tensors.items():
             self._flat_state(home, name)[part.start : part.stop].copy_(value.reshape(-1))
 

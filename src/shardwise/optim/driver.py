@@ -62,7 +62,13 @@ class StepSettings:
 
 
 class Driver(ABC):
-    """Updates shards by one optimizer's rule. `shards` is fixed for life; what the shards' fields point at is not."""
+    """Updates shards by one optimizer's rule. `shards` is fixed for life; what the shards' fields point at is not.
+
+    Attributes:
+        in_memory: whether `piece_state` gives the state itself, so that writing to it is setting it.
+    """
+
+    in_memory = True
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = tuple(shards)
@@ -105,15 +111,30 @@ class Driver(ABC):
 
     @abstractmethod
     def piece_state(self, shard: int, piece: int) -> dict[str, Any]:
-        """State of one piece: 1-D views that write through, and numbers such as "step". Empty before its first update."""
+        """State of one piece, to read: 1-D tensors, and numbers such as "step". Empty before its first update."""
 
     @abstractmethod
     def load_piece_state(self, shard: int, piece: int, state: PieceState) -> None:
         """Overwrite the state of one piece; tensors are cast to the dtype that the rule keeps."""
 
+    def set_piece_state(self, shard: int, piece: int, name: str, values: Tensor) -> None:
+        """Replace one tensor of the state of one piece, which has it."""
+        self.piece_state(shard, piece)[name].copy_(values)
+
+    def resident_bytes(self) -> int:
+        """Bytes of state in this device's memory."""
+        return self.state_bytes()
+
+    def offloaded_bytes(self) -> int:
+        """Bytes of state, master weights included, that rest elsewhere than in this device's memory."""
+        return 0
+
+    def close(self) -> None:  # noqa: B027 - most drivers hold nothing but memory
+        """Give back what is not memory."""
+
     @abstractmethod
     def state_bytes(self) -> int:
-        """Bytes of state tensors resident on this rank."""
+        """Bytes of this rank's state tensors, wherever they rest."""
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Copies of the state of every piece, by shard, with what tells one layout from another."""

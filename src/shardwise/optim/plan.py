@@ -22,6 +22,7 @@ from shardwise.optim.driver import Driver, Groups, PieceState
 from shardwise.optim.elementwise import check_elementwise, is_torch_elementwise, refuse_whole_tensor
 from shardwise.optim.lamb import LambDriver
 from shardwise.optim.optimizer import ShardedOptimizer, check_group
+from shardwise.optim.paged import Paging, page_state
 from shardwise.optim.rules import AdagradRule, AdamRule, LionRule, Rule, SgdRule, check_options
 from shardwise.optim.section import nearest_name, read_section, reject_unknown, same_name
 from shardwise.optim.shards import Shard
@@ -94,9 +95,19 @@ class OptimizerPlan:
     def _groups_by_id(self) -> dict[int, int]:
         return {id(param): number for number, group in enumerate(self.param_groups) for param in group["params"]}
 
-    def driver(self, shards: Sequence[Shard]) -> Driver:
-        """The driver for these shards. State that the user's optimizer already holds moves into it."""
+    def driver(self, shards: Sequence[Shard], paging: Paging | None = None) -> Driver:
+        """The driver for these shards. State that the user's optimizer already holds moves into it.
+
+        Args:
+            shards: what to update.
+            paging: that state rests elsewhere.
+
+        Raises:
+            OptimizerError: state of this optimizer cannot.
+        """
         driver = self.make(shards)
+        if paging is not None:
+            driver = page_state(driver, paging)
         if self.adopted is not None and self.adopted.state:
             driver.carry_over(_states_by_name(self.adopted, self.names))
             self.adopted.state.clear()

@@ -130,5 +130,6 @@ def _load(value: Any, known: Any, param: Parameter) -> Any:
     if isinstance(known, Tensor) and known.shape == value.shape:
         return value.detach().to(known.device, known.dtype, copy=True)
     if value.numel() == param.numel() and value.dim() == 1:
-        return value.detach().to(param.device, param.dtype, copy=True)
+        # Contiguous, also if the value is one number that was expanded.
+        return value.detach().to(param.device, param.dtype, copy=True, memory_format=torch.contiguous_format)
     return value.detach().clone()

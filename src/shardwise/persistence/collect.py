@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwise.checkpoint import Contents, Facts, Key, Part, Spec, plain
 from shardwise.errors import CheckpointError
-from shardwise.persistence.state import COUNTERS, flat_of, master_of, members_of, optimizer_name
+from shardwise.persistence.state import COUNTERS, flat_of, members_of, optimizer_name
 from shardwise.trainer import Parts, Trainer
 from shardwise.zero import Buffer, Member
 
@@ -56,7 +56,7 @@ def collect(trainer: Trainer, schedule: Any, *, without_frozen: bool) -> Content
 
 def _spec(member: Member, buffer: Buffer) -> Spec:
     """Of the master weight."""
-    dtype = master_of(buffer).dtype
+    dtype = buffer.precise.dtype
     return Spec(member.slot.shape, dtype.to_complex() if member.slot.request.width == 2 else dtype)
 
 
@@ -70,7 +70,7 @@ def _weights(parts: Parts, without_frozen: bool) -> Iterator[Part]:
             for member, first, last in buffer.own_pieces():
                 first, last = max(first, low), min(last, low + share)
                 if first < last and (member.parameter.requires_grad or not without_frozen):
-                    values = master_of(buffer)[first:last]
+                    values = buffer.precise.read(first, last)
                     yield Part(Key("weight", member.name), _spec(member, buffer), start + first - member.slot.offset, values)
 
 
@@ -123,7 +123,7 @@ def _facts(trainer: Trainer, schedule: Any, extra: dict[str, Any], without_froze
         weight_dtypes={
             member.name: str(buffer.dtype_of(member)).removeprefix("torch.")
             for buffer, member in members
-            if buffer.key.dtype != master_of(buffer).dtype
+            if buffer.key.dtype != buffer.precise.dtype
         },
         origin={
             "shardwise": version("shardwise"),

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint import Key, Part, Source
+from shardwise.checkpoint.contents import real_dtype
 
 __all__ = ["Filling"]
 
-_STAGED = 1 << 28  # bytes that may wait in memory of their own
+_STAGED = 1 << 26  # bytes that may wait in memory of their own
 
 
 class Filling:
@@ -38,13 +39,17 @@ class Filling:
     def add(self, key: Key, start: int, target: Tensor) -> None:
         """Ask for elements of a tensor."""
         spec = self.source.specs[key]
-        real = spec.dtype.to_real() if spec.dtype.is_complex else spec.dtype
-        if target.dtype == real:
+        if target.dtype == real_dtype(spec.dtype):
             self._parts.append(Part(key, spec, start, target))
-            return
-        staged = torch.empty(target.shape, dtype=real)
+        else:
+            self.add_elsewhere(key, start, target.numel(), target.copy_)
+
+    def add_elsewhere(self, key: Key, start: int, length: int, store: Callable[[Tensor], object]) -> None:
+        """Ask for elements that a function stores, which is called with them when they are there."""
+        spec = self.source.specs[key]
+        staged = torch.empty(length, dtype=real_dtype(spec.dtype))
         self._parts.append(Part(key, spec, start, staged))
-        self._then.append(lambda: target.copy_(staged))
+        self._then.append(lambda: store(staged))
         self._staged += staged.nbytes
         if self._staged > self._most:
             self.run()

@@ -23,6 +23,7 @@ from shardwise.checkpoint import (
     Contents,
     Destination,
     Folder,
+    NativeSource,
     Snapshot,
     Source,
     check_tag,
@@ -38,6 +39,8 @@ from shardwise.trainer import Trainer
 __all__ = ["Keeper", "Request"]
 
 log = logging.getLogger("shardwise")
+
+_SHOWN = 4  # ranks whose problems are told
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ class Keeper:
             )
         else:
             write_checkpoint(contents, to, ByCollective(self._gather))
+        trainer.parts.comm.ledger.count("checkpoint write", "disk", contents.nbytes)
         if self._data.index == 0:
             what = "copied, being written" if self._options.asynchronous else "saved"
             log.info(
@@ -126,7 +130,7 @@ class Keeper:
         if waits:
             self._finish()
         notes = self._gather((str(tag), self.busy, self._take_earlier()), "save a checkpoint")
-        self._raise_first([earlier for _, _, earlier in notes], "")
+        self._raise_all([earlier for _, _, earlier in notes], "")
         if any(busy for _, busy, _ in notes):
             raise CheckpointError(
                 explain(
@@ -157,24 +161,31 @@ class Keeper:
                 contents = replace(contents, client_state=_pack(client_state))
                 written = str(folder.begin(tag))
             if self._options.asynchronous:
+                before = self._snapshot.nbytes
                 contents = self._snapshot.take(contents)
+                self._trainer.parts.comm.ledger.hold("checkpoint copy", self._snapshot.nbytes - before)
         except (ShardwiseError, MemoryError, RuntimeError) as error:
             problem = _text(error)
         notes = self._gather((written, problem), "begin to write the checkpoint")
         try:
-            self._raise_first([problem for _, problem in notes], f"checkpoint {tag!r} was not saved")
+            self._raise_all([problem for _, problem in notes], f"checkpoint {tag!r} was not saved")
         except CheckpointError:
             if written:
                 Path(written).rmdir()
             raise
         return contents, Path(notes[0][0])
 
-    def _raise_first(self, problems: list[str], context: str, kind: type[CheckpointError] = CheckpointError) -> None:
-        """The same error on every rank, if there is one on any."""
+    def _raise_all(self, problems: list[str], context: str, kind: type[CheckpointError] = CheckpointError) -> None:
+        """The same error on every rank, if there is a problem on any."""
+        found: dict[str, int] = {}
         for rank, problem in zip(self._data.ranks, problems, strict=True):
             if problem:
-                text = f"rank {rank}: {problem}" if len(problems) > 1 else problem
-                raise kind(explain(context, found=text.rstrip(".")) if context else text)
+                found.setdefault(problem.rstrip("."), rank)
+        if not found:
+            return
+        everywhere = len(found) == 1 and all(problems)
+        text = "; ".join(problem if everywhere else f"rank {rank}: {problem}" for problem, rank in list(found.items())[:_SHOWN])
+        raise kind(explain(context, found=text) if context else f"{text}.")
 
     def _finish(self) -> None:
         """Wait for the save in the background, and keep in mind how it went."""
@@ -193,7 +204,7 @@ class Keeper:
             CheckpointError: it failed, on any rank.
         """
         self._finish()
-        self._raise_first(self._gather(self._take_earlier(), "is the checkpoint complete"), "")
+        self._raise_all(self._gather(self._take_earlier(), "is the checkpoint complete"), "")
 
     def close(self) -> None:
         """Wait for the save in the background on this rank, and give the memory back.
@@ -202,6 +213,7 @@ class Keeper:
             CheckpointError: it failed here, and nobody was told yet.
         """
         self._finish()
+        self._trainer.parts.comm.ledger.drop("checkpoint copy", self._snapshot.nbytes)
         self._snapshot = Snapshot()
         earlier = self._take_earlier()
         if earlier:
@@ -269,6 +281,8 @@ class Keeper:
         finally:
             if source is not None:
                 source.close()
+            if isinstance(source, NativeSource):
+                trainer.parts.comm.ledger.count("checkpoint read", "disk", source.stats.bytes_read)
 
     def _open(self, request: Request, tag: str) -> tuple[Source, dict[str, Any], dict[str, str], Report]:
         source, client_state = open_checkpoint(request.directory, tag)
@@ -282,14 +296,18 @@ class Keeper:
 
     def _together(self, work: Callable[[], Any]) -> Any:
         """Do something on every rank; where it fails on one, raise the same on all."""
-        result, problem, damaged = None, "", False
+        result, failure = None, None
         try:
             result = work()
-        except (CheckpointError, OSError, MemoryError) as error:
-            problem, damaged = _text(error), isinstance(error, CheckpointDamagedError | OSError)
-        notes = self._gather((problem, damaged), "is the checkpoint read")
+        except Exception as error:  # noqa: BLE001 - the other ranks must hear of any, or they would wait
+            failure = error
+        note = ("", False) if failure is None else (_text(failure), isinstance(failure, CheckpointDamagedError | OSError))
+        notes = self._gather(note, "is the checkpoint read")
         kind = CheckpointDamagedError if any(damaged for _, damaged in notes) else CheckpointError
-        self._raise_first([problem for problem, _ in notes], "", kind)
+        try:
+            self._raise_all([problem for problem, _ in notes], "", kind)
+        except CheckpointError as error:
+            raise error from (None if isinstance(failure, ShardwiseError) else failure)
         return result
 
 

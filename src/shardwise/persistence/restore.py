@@ -5,10 +5,12 @@ Owns what is done with what was read. Refuses to know files, and when ranks meet
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,11 +19,13 @@ from torch import Tensor
 from shardwise.checkpoint import Facts, Key, Part, Source, plain
 from shardwise.errors import CheckpointError, ShardwiseError, explain
 from shardwise.persistence.filling import Filling
-from shardwise.persistence.state import COUNTERS, flat_of, master_of, optimizer_name
+from shardwise.persistence.state import COUNTERS, flat_of, optimizer_name
 from shardwise.trainer import Parts, Trainer
-from shardwise.zero import GatheredParameters
+from shardwise.zero import Buffer, GatheredParameters
 
 __all__ = ["Wishes", "load_by_user", "restore"]
+
+log = logging.getLogger("shardwise")
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ def restore(trainer: Trainer, schedule: Any, source: Source, names: Mapping[str,
     notes: list[str] = []
     if wishes.optimizer and parts.step_path is not None:
         notes += _load_optimizer(parts, source, names)
-        _load_random_state(parts, source, notes)
+        _load_random_state(parts, source)
     return [*notes, *_load_facts(trainer, schedule, source.facts, wishes)]
 
 
@@ -95,11 +99,25 @@ def _load_weights(parts: Parts, source: Source, names: Mapping[str, str]) -> Non
             start, _ = buffer.interval
             for member, first, last in buffer.own_pieces():
                 if member.name in names:
-                    target = master_of(buffer)[first:last]
-                    filling.add(Key("weight", names[member.name]), start + first - member.slot.offset, target)
-                    if buffer.master is not None and buffer.master is not buffer.shard:
-                        filling.then(_copying(buffer.shard[first:last], target))
+                    key, begin = Key("weight", names[member.name]), start + first - member.slot.offset
+                    _load_weight(filling, key, begin, buffer, slice(first, last))
     filling.run()
+
+
+def _load_weight(filling: Filling, key: Key, begin: int, buffer: Buffer, place: slice) -> None:
+    """Elements of the masters, and the weights that follow them."""
+    master, weight = buffer.precise, buffer.shard[place]
+    if master.tensor is not None:
+        filling.add(key, begin, master.tensor[place])
+        if master.separate:
+            filling.then(_copying(weight, master.tensor[place]))
+        return
+
+    def store(values: Tensor) -> None:
+        master.write(place.start, values)
+        weight.copy_(values)
+
+    filling.add_elsewhere(key, begin, len(weight), store)
 
 
 def _copying(target: Tensor, source: Tensor) -> Callable[[], object]:
@@ -168,15 +186,19 @@ def _load_piece(parts: Parts, filling: Filling, place: tuple[int, int], name: st
     driver.load_piece_state(*place, made)
     views = driver.piece_state(*place)
     for state in states:
-        if state in views:
+        if state in views and driver.in_memory:
             filling.add(Key("optimizer", name, state), piece.offset, views[state])
+        elif state in views:
+            store = partial(driver.set_piece_state, *place, state)
+            filling.add_elsewhere(Key("optimizer", name, state), piece.offset, length, store)
 
 
-def _load_random_state(parts: Parts, source: Source, notes: list[str]) -> None:
+def _load_random_state(parts: Parts, source: Source) -> None:
     """Only on as many ranks as saved it: with others, samples meet other ranks in any case."""
     key = Key("random", str(parts.mesh.data.index))
     if sum(each.kind == "random" for each in source.specs) != parts.mesh.data.size:
-        notes.append("random generators are left as they are, as they were saved on another number of ranks")
+        if parts.mesh.data.index == 0:
+            log.info("random generators are left as they are: %s was saved on another number of ranks", source.where)
         return
     data = torch.empty(source.specs[key].length, dtype=torch.uint8)
     source.read([Part(key, source.specs[key], 0, data)])

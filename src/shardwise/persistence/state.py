@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.trainer import Parts
 from shardwise.zero import Buffer, Member, as_storage
 
-__all__ = ["COUNTERS", "flat_of", "master_of", "members_of", "optimizer_name"]
+__all__ = ["COUNTERS", "flat_of", "members_of", "optimizer_name"]
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 """What a trainer counts."""
@@ -25,11 +25,6 @@ def members_of(parts: Parts, *, without_frozen: bool = False) -> Iterator[tuple[
             for member in buffer.members:
                 if member.parameter.requires_grad or not without_frozen:
                     yield buffer, member
-
-
-def master_of(buffer: Buffer) -> Tensor:
-    """This rank's chunk of the weights in full precision."""
-    return buffer.shard if buffer.master is None else buffer.master
 
 
 def flat_of(value: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from shardwise.zero.external import register_external_parameter, unregister_exte
 from shardwise.zero.gathered import DiscardedEditWarning, GatheredParameters, commit
 from shardwise.zero.gradients import Gradients
 from shardwise.zero.init import Init
+from shardwise.zero.master import Master, OwnMaster, SameMaster
 from shardwise.zero.released import ReleasedParameter, homes
 from shardwise.zero.runtime import Runtime
 from shardwise.zero.trees import find_tensors, map_tensors
@@ -23,9 +24,12 @@ __all__ = [
     "Gradients",
     "Home",
     "Init",
+    "Master",
     "Member",
+    "OwnMaster",
     "ReleasedParameter",
     "Runtime",
+    "SameMaster",
     "Site",
     "State",
     "Unit",

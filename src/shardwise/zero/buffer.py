@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shardwise.errors import ParameterError, explain
 from shardwise.layout import Layout, Slot
 from shardwise.mesh import Axis
+from shardwise.zero.master import Master, SameMaster
 from shardwise.zero.released import ReleasedParameter, placeholder, retype
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class Buffer:
         self.members = tuple(members)
         self.storage = storage
         self.resident = resident
-        self.master: Tensor | None = None  # 1-D, this rank's chunk, in the master dtype; `storage.shard` itself if equal
+        self.master: Master | None = None  # of this rank's chunk; None where no optimizer updates it
         # Views outlive a release: they share the storage that is emptied and refilled (see "Same storage" in unit.py).
         self._views = [member.view(storage.full) for member in self.members] if storage.is_live else []
         self._placeholders: list[Tensor] = []
@@ -112,6 +113,11 @@ class Buffer:
     def trainable(self) -> bool:
         """Whether an optimizer updates these parameters."""
         return self.key.group is not None
+
+    @property
+    def precise(self) -> Master:
+        """This rank's chunk of the weights with all their digits: the masters, or the weights where there are none."""
+        return SameMaster(self.shard) if self.master is None else self.master
 
     @property
     def interval(self) -> tuple[int, int]:
@@ -208,8 +214,8 @@ class Buffer:
         if self.storage.is_live:
             self.storage.full.copy_(full)
         self.shard.copy_(full[start:stop])
-        if self.master is not None and self.master is not self.shard:
-            self.master.copy_(full[start:stop])
+        if self.master is not None and self.master.separate:
+            self.master.write(0, full[start:stop])
 
 
 def as_storage(value: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from shardwise.mesh import DataMesh
 from shardwise.policy import Policy, Release, matches_module
 from shardwise.zero.buffer import Buffer, BufferKey, Member, as_storage, storage_dtype_of
 from shardwise.zero.discovery import Named, UnitPlan, class_names, named_modules, plan_units
+from shardwise.zero.master import OwnMaster, SameMaster
 from shardwise.zero.released import ReleasedParameter, homes
 from shardwise.zero.unit import Unit
 
@@ -158,9 +159,9 @@ def _allocate(key: BufferKey, named: Sequence[Named], site: Site, first_index: i
     buffer = Buffer(key, layout, members, storage, resident=resident)
     master = _master_dtype(key, site.policy)
     if buffer.trainable and master == key.dtype:
-        buffer.master = buffer.shard
+        buffer.master = SameMaster(buffer.shard)
     elif buffer.trainable:
-        buffer.master = torch.zeros(layout.chunk, dtype=master, device=site.device)
+        buffer.master = OwnMaster(torch.zeros(layout.chunk, dtype=master, device=site.device))
         site.comm.ledger.hold("master weights", buffer.master.nbytes)
     return buffer
 

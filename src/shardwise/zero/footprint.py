@@ -25,7 +25,7 @@ def footprint(units: Iterable[Unit], gradients: Sequence[Gradients], ledger: Led
             else they are what the gradients accumulate in.
     """
     buffers = [buffer for unit in units for buffer in unit.buffers]
-    separate = [(b, b.master) for b in buffers if b.master is not None and b.master is not b.shard]
+    separate = [(b, b.master.dtype) for b in buffers if b.master is not None and b.master.separate]
     full = ledger.resident("full gradients")
     return {
         "parameters_resting": sum(b.storage.nbytes_resting for b in buffers),
@@ -36,7 +36,7 @@ def footprint(units: Iterable[Unit], gradients: Sequence[Gradients], ledger: Led
         "padding": sum(b.layout.padding * b.key.dtype.itemsize for b in buffers),
         "unsharded_parameters": sum(b.layout.used * b.key.dtype.itemsize for b in buffers),
         "unsharded_gradients": sum(item.buffer.layout.used * item.dtype.itemsize for item in gradients),
-        "unsharded_masters": sum(b.layout.used * master.itemsize for b, master in separate),
+        "unsharded_masters": sum(b.layout.used * dtype.itemsize for b, dtype in separate),
     }
 
 

@@ -242,12 +242,12 @@ def commit(home: Home) -> None:
         if not buffer.resident:
             buffer.shard[first:last].copy_(new)
         master = buffer.master
-        if master is not None and master is not buffer.shard:
+        if master is not None and master.separate:
             # A master holds more digits than the weight; those of values that were not edited are kept.
-            part = master[first:last]
+            part = master.read(first, last)
             rounded = part.to(new.dtype)
             kept = (new == rounded) & (new.signbit() == rounded.signbit())
-            torch.where(kept, part, new.to(part.dtype), out=part)
+            master.write(first, torch.where(kept, part, new.to(part.dtype)))
     if buffer.resident:
         increment_version(member.parameter)
 

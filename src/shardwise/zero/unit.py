@@ -281,7 +281,7 @@ class Unit:
         ledger.drop("parameters", buffer.storage.nbytes_resting)
         if buffer.storage.is_live and not buffer.resident and not buffer.storage.shared:
             ledger.drop("gathered", buffer.storage.nbytes_full)
-        if buffer.master is not None and buffer.master is not buffer.shard:
+        if buffer.master is not None:
             ledger.drop("master weights", buffer.master.nbytes)
         buffer.master = None
 
