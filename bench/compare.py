@@ -42,7 +42,7 @@ from bench.systems import REFERENCE, SYSTEMS, System, named
 from bench.tables import render
 from bench.worker import Inspection, Steps
 
-__all__ = ["compare", "main"]
+__all__ = ["compare", "machine", "main"]
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 """Relative. Twelve steps of Adam make rounding errors of 1e-7 grow; bf16 recipes differ in what they keep in float32."""
@@ -179,7 +179,7 @@ def compare(task: Task, systems: Sequence[System], command: str, say: Callable[[
         say: where progress goes, line by line.
     """
     rows = [Row(s.name, s.title, "not installed" if s.missing else "ok", s.missing or "") for s in systems]
-    run = Run(task, command, _machine(), rows, tolerance=TOLERANCE[task.precision], import_s=_import_seconds())
+    run = Run(task, command, machine(), rows, tolerance=TOLERANCE[task.precision], import_s=_import_seconds())
     with tempfile.TemporaryDirectory() as folder:
         turns = Turns(task, Path(folder), say)
         try:
@@ -228,7 +228,8 @@ def _import_seconds() -> float | None:
     return min(found, default=None)
 
 
-def _machine() -> dict[str, str]:
+def machine() -> dict[str, str]:
+    """What this machine and its software are, for the record."""
     facts = {"python": platform.python_version(), "system": platform.system(), "cores": str(os.cpu_count())}
     for package in ("torch", "deepspeed", "shardwise"):
         try:

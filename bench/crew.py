@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from bench.cases import Task
 from bench.systems import REFERENCE, System
-from bench.worker import Stay, live
+from bench.worker import Rank, Stay, live
 
 __all__ = ["Crew", "CrewError"]
 
@@ -49,9 +49,10 @@ class Crew:
         system: what they train with.
         task: what they train.
         folder: an empty one, for the store and the logs.
+        kind: what answers in each rank.
     """
 
-    def __init__(self, system: System, task: Task, folder: Path) -> None:
+    def __init__(self, system: System, task: Task, folder: Path, kind: type[Rank] = Rank) -> None:
         self.system = system
         self.step = 0  # how many steps they have trained
         self._members: list[_Member] = []
@@ -62,7 +63,7 @@ class Crew:
             log = folder / f"rank{rank}.log"
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=live, args=(system, task, Stay(rank, world, shares, folder / "store", log), theirs), daemon=True
+                target=live, args=(kind, system, task, Stay(rank, world, shares, folder / "store", log), theirs), daemon=True
             )
             process.start()
             theirs.close()

@@ -24,7 +24,7 @@ from bench.systems import COMMON_IMPORTS, System, Trainer
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Inspection", "Steps", "Stay", "live"]
+__all__ = ["Inspection", "Rank", "Steps", "Stay", "live"]
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,18 @@ class Inspection:
     in_flight: float | None
 
 
-def live(system: System, task: Task, stay: Stay, line: Connection) -> None:
-    """Answer requests `(name, arguments...)` with `("ok", result)` or `("error", text)` until the other end hangs up."""
+def live(kind: type[Rank], system: System, task: Task, stay: Stay, line: Connection) -> None:
+    """Answer requests `(name, arguments...)` with `("ok", result)` or `("error", text)` until the other end hangs up.
+
+    Args:
+        kind: what answers; requests are its methods.
+        system: what trains.
+        task: what is trained.
+        stay: where this rank lives.
+        line: to whom asks.
+    """
     _redirect(stay.log)
-    rank: _Rank | None = None
+    rank: Rank | None = None
     while True:
         try:
             request, *arguments = line.recv()
@@ -82,7 +90,7 @@ def live(system: System, task: Task, stay: Stay, line: Connection) -> None:
             return
         try:
             if rank is None:
-                rank = _Rank(system, task, stay)
+                rank = kind(system, task, stay)
             line.send(("ok", getattr(rank, request)(*arguments)))
         except BaseException as error:  # noqa: BLE001 - told to whoever asked, who ends this process
             import traceback
@@ -92,7 +100,9 @@ def live(system: System, task: Task, stay: Stay, line: Connection) -> None:
             line.send(("error", name, str(error)))
 
 
-class _Rank:
+class Rank:
+    """What a rank can be asked to do."""
+
     def __init__(self, system: System, task: Task, stay: Stay) -> None:
         self._system, self._task, self._stay = system, task, stay
         self._before: int | None = None

@@ -14,12 +14,18 @@ if TYPE_CHECKING:
     from shardwise.comm import init_distributed
     from shardwise.engine import Engine
     from shardwise.entry import initialize
+    from shardwise.persistence import load_pretrained
 
 __version__ = "0.1.0"
 
-__all__ = ["Engine", "__version__", "comm", "init_distributed", "initialize", "utils", "zero"]
+__all__ = ["Engine", "__version__", "comm", "init_distributed", "initialize", "load_pretrained", "utils", "zero"]
 
-_HOMES = {"Engine": "shardwise.engine", "init_distributed": "shardwise.comm", "initialize": "shardwise.entry"}
+_HOMES = {
+    "Engine": "shardwise.engine",
+    "init_distributed": "shardwise.comm",
+    "initialize": "shardwise.entry",
+    "load_pretrained": "shardwise.persistence",
+}
 _MODULES = ("comm", "utils", "zero", "errors")
 
 

@@ -5,14 +5,17 @@ Owns the recognition of formats. Refuses to know what is in them.
 
 from __future__ import annotations
 
+import os
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.contents import Source
-from shardwise.checkpoint.folder import Folder
+from shardwise.checkpoint.folder import INDEX, Folder, check_tag
 from shardwise.checkpoint.reader import NativeSource
+from shardwise.errors import CheckpointDamagedError, CheckpointError, explain
 
-__all__ = ["open_checkpoint"]
+__all__ = ["find_native", "foreign_room", "open_checkpoint", "open_path"]
 
 
 def open_checkpoint(directory: Path, tag: str) -> tuple[Source, dict[str, Any]]:
@@ -30,3 +33,76 @@ def open_checkpoint(directory: Path, tag: str) -> tuple[Source, dict[str, Any]]:
     except BaseException:
         source.close()
         raise
+
+
+def open_path(path: str | os.PathLike[str], tag: str | None = None) -> Source:
+    """Open whatever checkpoint is at a path.
+
+    Args:
+        path: a run's directory or one checkpoint in it, of this package or DeepSpeed; a directory that torch's DCP or
+            Hugging Face's `save_pretrained` has written.
+        tag: which of a run's checkpoints; None for the latest.
+
+    Raises:
+        CheckpointError: there is nothing that can be read, or it is damaged.
+    """
+    native = find_native(path, tag)
+    if native is not None:
+        return NativeSource(*native)
+    where = Path(path).expanduser().absolute()
+    if tag is not None:
+        where = where / check_tag(tag)
+    if not where.exists():
+        raise CheckpointError(explain(f"there is nothing at {where}", expected="a checkpoint", do="check the path"))
+    source = foreign_room(str(where)).open_foreign(where)
+    if source is None:
+        expected = "a checkpoint of this package, DeepSpeed, torch.distributed.checkpoint or Hugging Face"
+        raise CheckpointError(explain(f"{where} is no checkpoint", expected=expected, found=_found(where)))
+    return source
+
+
+def find_native(path: str | os.PathLike[str], tag: str | None = None) -> tuple[Folder, str] | None:
+    """The run and the tag that a path means, where they are of this package's format; None otherwise.
+
+    Raises:
+        CheckpointError: there is a run, but not that checkpoint.
+    """
+    where = Path(path).expanduser().absolute()
+    if (where / INDEX).is_file():
+        if tag not in (None, where.name):
+            problem = f"{where} is one checkpoint, and a tag was given"
+            raise CheckpointError(explain(problem, found=repr(tag), do="leave the tag out, or give the run's directory"))
+        return Folder(where.parent), where.name
+    if any(where.glob("rank-*.safetensors")):
+        raise CheckpointDamagedError(
+            explain(f"{where / INDEX} is missing", expected="the index of this checkpoint", do="load another checkpoint")
+        )
+    folder = Folder(where)
+    if not folder.tags():
+        return None
+    found = folder.newest() if tag is None else check_tag(tag)
+    return None if found is None else (folder, found)
+
+
+def _found(path: Path) -> str:
+    """What is there instead, in a few words."""
+    if not path.is_dir():
+        return "a file"
+    names = sorted(entry.name for entry in path.iterdir())
+    return (", ".join(names[:5]) + (", ..." if len(names) > 5 else "")) or "an empty directory"
+
+
+def foreign_room(wanted: str) -> Any:
+    """What reads and writes other programs' checkpoints, imported when it is needed.
+
+    Raises:
+        CheckpointError: it is not there.
+    """
+    name = "shardwise.checkpoint.foreign"
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        problem = f"{wanted}: this installation knows no other programs' formats"
+        raise CheckpointError(explain(problem, expected="a checkpoint of this package")) from None

@@ -38,6 +38,10 @@ def _dispatch(words: list[str]) -> int:
         from shardwise.cli.run import main as run
 
         return run(words[1:])
+    if words[:1] == ["checkpoint"]:
+        from shardwise.cli.checkpoint import main as checkpoint
+
+        return checkpoint(words[1:])
     if words and not words[0].startswith("-") and words[0] not in COMMANDS | {"report": ""}:
         near = get_close_matches(words[0], COMMANDS, n=1)
         do = f"did you mean {near[0]}? " if near else ""

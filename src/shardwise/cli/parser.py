@@ -25,6 +25,7 @@ COMMANDS = {
     "schema": "print the JSON Schema of the config",
     "env": "print versions, devices, backend, cores and compiler",
     "selftest": "train a tiny model on two ranks and say PASS or FAIL",
+    "checkpoint": "inspect, verify, compare, export, list and tidy up checkpoints",
 }
 
 _RUN_EPILOG = """\
@@ -215,11 +216,12 @@ def _flag_for(name: str) -> str:
 
 
 def command_parser() -> Parser:
-    """The parser of all commands but `run`, whose script may take any words."""
+    """The parser of all commands but `run`, whose script may take any words, and `checkpoint`, which has its own."""
     parser = Parser(
         prog="shardwise",
         description="Shardwise trains PyTorch models that do not fit in one device's memory.",
         epilog="examples:\n  shardwise run --nproc 2 train.py\n  shardwise doctor config.json --world-size 8\n"
+        "  shardwise checkpoint export runs/mine exported\n"
         "\n`shardwise COMMAND --help` explains a command.",
     )
     parser.flag("--version", action="store_true", help="print the version")

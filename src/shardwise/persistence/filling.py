@@ -23,10 +23,15 @@ class Filling:
     """Tensors to be filled from a source, and what is to be done when they are.
 
     Where the values cannot be read straight to where they belong, they go through memory of their own.
+
+    Args:
+        source: where they are.
+        most: bytes that may wait in memory of their own, besides one target's.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, most: int = _STAGED) -> None:
         self.source = source
+        self._most = most
         self._parts: list[Part] = []
         self._then: list[Callable[[], object]] = []
         self._staged = 0
@@ -46,7 +51,7 @@ class Filling:
         self._parts.append(Part(key, spec, start, staged))
         self._then.append(lambda: store(staged))
         self._staged += staged.nbytes
-        if self._staged > _STAGED:
+        if self._staged > self._most:
             self.run()
 
     def then(self, work: Callable[[], object]) -> None:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardwise.checkpoint import Source
+from shardwise.checkpoint import Key, Source
 from shardwise.errors import CheckpointError, explain
 from shardwise.persistence.state import members_of
 from shardwise.trainer import Parts
 
-__all__ = ["Report", "match"]
+__all__ = ["Report", "match", "match_module"]
 
 
 @dataclass
@@ -66,10 +66,7 @@ def match(parts: Parts, source: Source, *, strict: bool) -> tuple[dict[str, str]
     used = set(names.values())
     report.unexpected += [name for name in theirs if name not in used]
     _match_buffers(parts, source, report)
-    left_out = [name for name in report.missing if name in source.facts.excluded]
-    if left_out:
-        report.missing = [name for name in report.missing if name not in left_out]
-        report.notes.append(f"frozen and left out when it was saved, left as they are: {', '.join(left_out)}")
+    _leave_out(source, report)
     if strict and (report.missing or report.unexpected):
         raise _does_not_fit(source, report)
     return names, report
@@ -86,6 +83,51 @@ def _match_buffers(parts: Parts, source: Source, report: Report) -> None:
     report.unexpected += [name for name in known if name not in state]
 
 
+def match_module(model: nn.Module, source: Source, *, strict: bool) -> tuple[dict[str, Key], Report]:
+    """Find each parameter and persistent buffer of any module in a checkpoint, whichever of the two it is there.
+
+    Returns:
+        where the values of each are, by its first name in the module, and how the two fit.
+
+    Raises:
+        CheckpointError: one has another shape; or, if strict, one side has more than the other.
+    """
+    report = Report()
+    theirs = {key.name: key for kind in ("buffer", "weight") for key in source.specs if key.kind == kind}
+    first: dict[int, str] = {}
+    ours: dict[str, list[str]] = {}
+    values: dict[str, Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor):
+            values.setdefault(first.setdefault(id(value), name), value)
+            ours.setdefault(first[id(value)], []).append(name)
+        elif name not in source.facts.extra:
+            report.missing.append(name)
+    found: dict[str, Key] = {}
+    for name, aliases in ours.items():
+        called = next((each for alias in aliases for each in (alias, source.facts.ties.get(alias)) if each in theirs), None)
+        if called is None:
+            report.missing.append(name)
+        elif source.specs[theirs[called]].shape != tuple(values[name].shape):
+            raise _wrong_shape(source, name, tuple(values[name].shape), source.specs[theirs[called]].shape)
+        else:
+            found[name] = theirs[called]
+    known = {alias for aliases in ours.values() for alias in aliases} | {key.name for key in found.values()}
+    report.unexpected += [name for name in theirs if name not in known]
+    _leave_out(source, report)
+    if strict and (report.missing or report.unexpected):
+        raise _does_not_fit(source, report, "strict")
+    return found, report
+
+
+def _leave_out(source: Source, report: Report) -> None:
+    """What was left out on purpose is not missing."""
+    left_out = [name for name in report.missing if name in source.facts.excluded]
+    if left_out:
+        report.missing = [name for name in report.missing if name not in left_out]
+        report.notes.append(f"frozen and left out when it was saved, left as they are: {', '.join(left_out)}")
+
+
 def _wrong_shape(source: Source, name: str, ours: tuple[int, ...], theirs: tuple[int, ...]) -> CheckpointError:
     return CheckpointError(
         explain(
@@ -97,7 +139,7 @@ def _wrong_shape(source: Source, name: str, ours: tuple[int, ...], theirs: tuple
     )
 
 
-def _does_not_fit(source: Source, report: Report) -> CheckpointError:
+def _does_not_fit(source: Source, report: Report, strict: str = "load_module_strict") -> CheckpointError:
     renamed = (
         f" ({len(report.missing)} and {len(report.unexpected)}: were they renamed?)"
         if report.missing and report.unexpected
@@ -114,6 +156,6 @@ def _does_not_fit(source: Source, report: Report) -> CheckpointError:
                 )
                 if names
             ),
-            do="pass load_module_strict=False to load what fits",
+            do=f"pass {strict}=False to load what fits",
         )
     )

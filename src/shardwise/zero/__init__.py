@@ -15,7 +15,7 @@ from shardwise.zero.master import Master, OwnMaster, SameMaster
 from shardwise.zero.released import ReleasedParameter, homes
 from shardwise.zero.runtime import Runtime
 from shardwise.zero.trees import find_tensors, map_tensors
-from shardwise.zero.unit import Home, Unit
+from shardwise.zero.unit import Home, State, Unit
 
 __all__ = [
     "Buffer",
@@ -31,6 +31,7 @@ __all__ = [
     "Runtime",
     "SameMaster",
     "Site",
+    "State",
     "Unit",
     "UnitPlan",
     "as_storage",

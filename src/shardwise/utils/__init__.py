@@ -1,12 +1,14 @@
 """Helpers under the names that scripts written for DeepSpeed call.
 
-Owns no logic but the marking of leaf modules.
+Owns no logic but the marking of leaf modules. `zero_to_fp32` is imported when it is first used.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -27,6 +29,9 @@ from shardwise.access import (
 from shardwise.errors import ParameterError, explain
 from shardwise.zero import leaf_modules
 
+if TYPE_CHECKING:
+    from shardwise.utils import zero_to_fp32
+
 __all__ = [
     "get_z3_leaf_modules",
     "logger",
@@ -46,9 +51,16 @@ __all__ = [
     "set_z3_leaf_modules",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
+    "zero_to_fp32",
 ]
 
 logger = logging.getLogger("shardwise")
+
+
+def __getattr__(name: str) -> Any:
+    if name == "zero_to_fp32":
+        return import_module("shardwise.utils.zero_to_fp32")
+    raise AttributeError(f"module 'shardwise.utils' has no attribute {name!r}")
 
 
 def set_z3_leaf_modules(
