@@ -8,7 +8,7 @@ from shardwise.checkpoint import plain
 from shardwise.checkpoint.background import Background, Snapshot
 from shardwise.checkpoint.contents import Facts, Key, Part, Source, Spec
 from shardwise.checkpoint.folder import Folder, check_tag
-from shardwise.checkpoint.opening import open_checkpoint
+from shardwise.checkpoint.opening import holds_one, open_checkpoint
 from shardwise.checkpoint.reader import NativeSource
 from shardwise.checkpoint.saving import ByCollective, ByFiles, Contents, Destination, write_checkpoint
 
@@ -27,6 +27,7 @@ __all__ = [
     "Source",
     "Spec",
     "check_tag",
+    "holds_one",
     "open_checkpoint",
     "plain",
     "write_checkpoint",

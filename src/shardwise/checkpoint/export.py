@@ -20,7 +20,6 @@ import torch
 
 from shardwise.checkpoint.contents import Key, Source, Spec, real_dtype
 from shardwise.checkpoint.datafile import Progress, to_bytes, write_file
-from shardwise.checkpoint.opening import foreign_room
 from shardwise.checkpoint.outdirectory import OutDirectory
 from shardwise.checkpoint.outfiles import OutFile, SafetensorsFile, TorchFile
 from shardwise.checkpoint.streaming import Converted, chunks, compute_dtypes, float_dtypes
@@ -119,7 +118,9 @@ def export(
     with OutDirectory(Path(out_dir), overwrite=overwrite, nbytes=plan.nbytes) as directory:
         converted = Converted(source, {key: spec.dtype for key, spec in plan.specs.items()})
         if format == "dcp":
-            foreign_room(plan.format).write_dcp(converted, directory)
+            from shardwise.checkpoint.foreign.dcp_write import write_dcp
+
+            write_dcp(converted, directory)
         for file in plan.files:
             _write(directory / file.name, file, converted, progress)
         if plan.index:

@@ -6,7 +6,6 @@ Owns the recognition of formats. Refuses to know what is in them.
 from __future__ import annotations
 
 import os
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,11 @@ from shardwise.checkpoint.folder import INDEX, Folder, check_tag
 from shardwise.checkpoint.reader import NativeSource
 from shardwise.errors import CheckpointDamagedError, CheckpointError, explain
 
-__all__ = ["find_native", "foreign_room", "open_checkpoint", "open_path"]
+__all__ = ["find_native", "holds_one", "open_checkpoint", "open_path"]
 
 
 def open_checkpoint(directory: Path, tag: str) -> tuple[Source, dict[str, Any]]:
-    """Open the checkpoint of a run.
+    """Open the checkpoint of a run, of this package or DeepSpeed; or what is in the directory itself, where there is no tag.
 
     Returns:
         the checkpoint, and what the user saved along with it.
@@ -27,12 +26,26 @@ def open_checkpoint(directory: Path, tag: str) -> tuple[Source, dict[str, Any]]:
     Raises:
         CheckpointError: it is not there, damaged, or of no known format.
     """
+    where = directory / tag if tag else directory
+    if not (where / INDEX).exists() and not any(where.glob("rank-*.safetensors")):
+        from shardwise.checkpoint.foreign import open_foreign
+
+        foreign = open_foreign(where)
+        if foreign is not None:
+            return foreign, getattr(foreign, "client_state", {})
     source = NativeSource(Folder(directory), tag)
     try:
         return source, source.client_state()
     except BaseException:
         source.close()
         raise
+
+
+def holds_one(directory: Path) -> bool:
+    """Whether a directory itself is a checkpoint of another program's that has no tags."""
+    from shardwise.checkpoint.foreign import open_foreign
+
+    return open_foreign(directory) is not None
 
 
 def open_path(path: str | os.PathLike[str], tag: str | None = None) -> Source:
@@ -54,7 +67,9 @@ def open_path(path: str | os.PathLike[str], tag: str | None = None) -> Source:
         where = where / check_tag(tag)
     if not where.exists():
         raise CheckpointError(explain(f"there is nothing at {where}", expected="a checkpoint", do="check the path"))
-    source = foreign_room(str(where)).open_foreign(where)
+    from shardwise.checkpoint.foreign import open_foreign
+
+    source = open_foreign(where)
     if source is None:
         expected = "a checkpoint of this package, DeepSpeed, torch.distributed.checkpoint or Hugging Face"
         raise CheckpointError(explain(f"{where} is no checkpoint", expected=expected, found=_found(where)))
@@ -90,19 +105,3 @@ def _found(path: Path) -> str:
         return "a file"
     names = sorted(entry.name for entry in path.iterdir())
     return (", ".join(names[:5]) + (", ..." if len(names) > 5 else "")) or "an empty directory"
-
-
-def foreign_room(wanted: str) -> Any:
-    """What reads and writes other programs' checkpoints, imported when it is needed.
-
-    Raises:
-        CheckpointError: it is not there.
-    """
-    name = "shardwise.checkpoint.foreign"
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        problem = f"{wanted}: this installation knows no other programs' formats"
-        raise CheckpointError(explain(problem, expected="a checkpoint of this package")) from None

@@ -23,10 +23,12 @@ from shardwise.checkpoint import (
     Contents,
     Destination,
     Folder,
+    Key,
     NativeSource,
     Snapshot,
     Source,
     check_tag,
+    holds_one,
     open_checkpoint,
     write_checkpoint,
 )
@@ -255,6 +257,8 @@ class Keeper:
                 folder.recover()
                 first = folder.newest() if request.tag is None else check_tag(request.tag)
                 others = [tag for tag in folder.tags() if tag != first] if request.fallback else []
+                if first is None and not others and holds_one(request.directory):
+                    first = ""  # the directory itself, of another program
                 found = ([first, *others] if first is not None else others), ""
             except (ShardwiseError, OSError) as error:
                 found = [], _text(error)
@@ -284,12 +288,13 @@ class Keeper:
             if isinstance(source, NativeSource):
                 trainer.parts.comm.ledger.count("checkpoint read", "disk", source.stats.bytes_read)
 
-    def _open(self, request: Request, tag: str) -> tuple[Source, dict[str, Any], dict[str, str], Report]:
+    def _open(self, request: Request, tag: str) -> tuple[Source, dict[str, Any], dict[str, Key], Report]:
+        model = self._trainer.parts.model
         source, client_state = open_checkpoint(request.directory, tag)
         if request.custom is not None:
             return source, client_state, {}, Report()
         try:
-            return source, client_state, *match(self._trainer.parts, source, strict=request.strict)
+            return source, client_state, *match(model, source, strict=request.strict, switch="load_module_strict")
         except BaseException:
             source.close()
             raise

@@ -21,7 +21,7 @@ from shardwise.errors import CheckpointError, ShardwiseError, explain
 from shardwise.persistence.filling import Filling
 from shardwise.persistence.state import COUNTERS, flat_of, optimizer_name
 from shardwise.trainer import Parts, Trainer
-from shardwise.zero import Buffer, GatheredParameters
+from shardwise.zero import GatheredParameters
 
 __all__ = ["Wishes", "load_by_user", "restore"]
 
@@ -43,7 +43,7 @@ class Wishes:
     only_weights: bool = False
 
 
-def restore(trainer: Trainer, schedule: Any, source: Source, names: Mapping[str, str], wishes: Wishes) -> list[str]:
+def restore(trainer: Trainer, schedule: Any, source: Source, names: Mapping[str, Key], wishes: Wishes) -> list[str]:
     """Take what this rank needs from a checkpoint that fits. Collective: ranks that share memory wait for each other.
 
     Returns:
@@ -60,7 +60,7 @@ def restore(trainer: Trainer, schedule: Any, source: Source, names: Mapping[str,
     finally:
         for unit in parts.runtime.units:
             unit.shut()
-    _load_buffers(parts, source)
+    _load_buffers(parts, source, names)
     parts.runtime.reducer.clear()
     trainer.window.restart()
     if wishes.only_weights:
@@ -92,45 +92,24 @@ def load_by_user(parts: Parts, source: Source, load: Callable[..., object]) -> N
         load(src=state, dst=parts.model)
 
 
-def _load_weights(parts: Parts, source: Source, names: Mapping[str, str]) -> None:
+def _load_weights(parts: Parts, source: Source, names: Mapping[str, Key]) -> None:
     filling = Filling(source)
     for unit in parts.runtime.units:
         for buffer in unit.buffers:
             start, _ = buffer.interval
             for member, first, last in buffer.own_pieces():
                 if member.name in names:
-                    key, begin = Key("weight", names[member.name]), start + first - member.slot.offset
-                    _load_weight(filling, key, begin, buffer, slice(first, last))
+                    begin = start + first - member.slot.offset
+                    filling.add_weight(names[member.name], begin, buffer, slice(first, last))
     filling.run()
 
 
-def _load_weight(filling: Filling, key: Key, begin: int, buffer: Buffer, place: slice) -> None:
-    """Elements of the masters, and the weights that follow them."""
-    master, weight = buffer.precise, buffer.shard[place]
-    if master.tensor is not None:
-        filling.add(key, begin, master.tensor[place])
-        if master.separate:
-            filling.then(_copying(weight, master.tensor[place]))
-        return
-
-    def store(values: Tensor) -> None:
-        master.write(place.start, values)
-        weight.copy_(values)
-
-    filling.add_elsewhere(key, begin, len(weight), store)
-
-
-def _copying(target: Tensor, source: Tensor) -> Callable[[], object]:
-    return lambda: target.copy_(source)
-
-
-def _load_buffers(parts: Parts, source: Source) -> None:
+def _load_buffers(parts: Parts, source: Source, names: Mapping[str, Key]) -> None:
     filling = Filling(source)
     for name, value in parts.runtime.other_state().items():
-        key = Key("buffer", name)
-        if isinstance(value, Tensor) and key in source.specs:
+        if isinstance(value, Tensor) and name in names:
             flat = flat_of(value)
-            filling.add(key, 0, flat)
+            filling.add(names[name], 0, flat)
             if flat.data_ptr() != value.data_ptr():
                 filling.then(_unflatten(value, flat))
         elif name in source.facts.extra:
@@ -143,7 +122,7 @@ def _unflatten(value: Tensor, flat: Tensor) -> Callable[[], object]:
     return lambda: value.detach().copy_(shaped)
 
 
-def _load_optimizer(parts: Parts, source: Source, names: Mapping[str, str]) -> list[str]:
+def _load_optimizer(parts: Parts, source: Source, names: Mapping[str, Key]) -> list[str]:
     assert parts.step_path is not None
     ours, theirs = optimizer_name(parts), source.facts.origin.get("optimizer", "")
     states: dict[str, list[str]] = {}
@@ -151,23 +130,32 @@ def _load_optimizer(parts: Parts, source: Source, names: Mapping[str, str]) -> l
         if key.kind == "optimizer":
             states.setdefault(key.name, []).append(key.state)
     if ours != theirs and theirs and (states or source.facts.steps):
-        raise CheckpointError(
-            explain(
-                f"the optimizer state in {source.where} is of another optimizer",
-                expected=ours,
-                found=theirs,
-                do="pass load_optimizer_states=False to begin with fresh optimizer state",
-            )
+        raise _other_optimizer(source, ours, theirs)
+    known, found = parts.step_path.driver.state_names(), {state for each in states.values() for state in each}
+    if not theirs and known is not None and not found <= known:
+        raise _other_optimizer(
+            source, f"{ours} (state {', '.join(sorted(known)) or 'none'})", f"state {', '.join(sorted(found))}"
         )
     filling, fresh = Filling(source), set[str]()
     for number, shard in enumerate(parts.shards):
         for position, piece in enumerate(shard.pieces):
-            name = names.get(piece.name)
+            name = names[piece.name].name if piece.name in names else None
             if name is not None and name not in source.facts.steps and name not in states:
                 fresh.add(piece.name)
             _load_piece(parts, filling, (number, position), name, states.get(name or "", []))
     filling.run()
     return [f"without optimizer state in the checkpoint: {', '.join(sorted(fresh))}"] if fresh and states else []
+
+
+def _other_optimizer(source: Source, ours: str, theirs: str) -> CheckpointError:
+    return CheckpointError(
+        explain(
+            f"the optimizer state in {source.where} is of another optimizer",
+            expected=ours,
+            found=theirs,
+            do="pass load_optimizer_states=False to begin with fresh optimizer state",
+        )
+    )
 
 
 def _load_piece(parts: Parts, filling: Filling, place: tuple[int, int], name: str | None, states: list[str]) -> None:
