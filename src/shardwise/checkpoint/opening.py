@@ -6,7 +6,6 @@ Owns the recognition of formats. Refuses to know what is in them.
 from __future__ import annotations
 
 import os
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,11 @@ from shardwise.checkpoint.folder import INDEX, Folder, check_tag
 from shardwise.checkpoint.reader import NativeSource
 from shardwise.errors import CheckpointDamagedError, CheckpointError, explain
 
-__all__ = ["find_native", "foreign_room", "open_checkpoint", "open_path"]
+__all__ = ["find_native", "open_checkpoint", "open_path"]
 
 
 def open_checkpoint(directory: Path, tag: str) -> tuple[Source, dict[str, Any]]:
-    """Open the checkpoint of a run.
+    """Open the checkpoint of a run, of this package or DeepSpeed.
 
     Returns:
         the checkpoint, and what the user saved along with it.
@@ -27,9 +26,11 @@ def open_checkpoint(directory: Path, tag: str) -> tuple[Source, dict[str, Any]]:
     Raises:
         CheckpointError: it is not there, damaged, or of no known format.
     """
-    source = NativeSource(Folder(directory), tag)
+    directory = Path(directory)
+    foreign = None if (directory / tag / INDEX).is_file() else _open_foreign(directory / tag)
+    source: Any = NativeSource(Folder(directory), tag) if foreign is None else foreign
     try:
-        return source, source.client_state()
+        return source, source.client_state() if hasattr(source, "client_state") else {}
     except BaseException:
         source.close()
         raise
@@ -54,7 +55,7 @@ def open_path(path: str | os.PathLike[str], tag: str | None = None) -> Source:
         where = where / check_tag(tag)
     if not where.exists():
         raise CheckpointError(explain(f"there is nothing at {where}", expected="a checkpoint", do="check the path"))
-    source = foreign_room(str(where)).open_foreign(where)
+    source = _open_foreign(where)
     if source is None:
         expected = "a checkpoint of this package, DeepSpeed, torch.distributed.checkpoint or Hugging Face"
         raise CheckpointError(explain(f"{where} is no checkpoint", expected=expected, found=_found(where)))
@@ -84,25 +85,15 @@ def find_native(path: str | os.PathLike[str], tag: str | None = None) -> tuple[F
     return None if found is None else (folder, found)
 
 
+def _open_foreign(path: Path) -> Source | None:
+    from shardwise.checkpoint.foreign import open_foreign  # what reads others' pickles is rarely needed
+
+    return open_foreign(path)
+
+
 def _found(path: Path) -> str:
     """What is there instead, in a few words."""
     if not path.is_dir():
         return "a file"
     names = sorted(entry.name for entry in path.iterdir())
     return (", ".join(names[:5]) + (", ..." if len(names) > 5 else "")) or "an empty directory"
-
-
-def foreign_room(wanted: str) -> Any:
-    """What reads and writes other programs' checkpoints, imported when it is needed.
-
-    Raises:
-        CheckpointError: it is not there.
-    """
-    name = "shardwise.checkpoint.foreign"
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        problem = f"{wanted}: this installation knows no other programs' formats"
-        raise CheckpointError(explain(problem, expected="a checkpoint of this package")) from None

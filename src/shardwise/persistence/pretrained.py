@@ -20,9 +20,9 @@ from shardwise.checkpoint.opening import open_path
 from shardwise.errors import CheckpointDamagedError, CheckpointError, ParameterError, ShardwiseError, explain
 from shardwise.persistence.filling import Filling
 from shardwise.persistence.match import Report, match_module
-from shardwise.persistence.state import flat_of, master_of
+from shardwise.persistence.state import flat_of
 from shardwise.trainer import Trainer
-from shardwise.zero import Home, ReleasedParameter, State, Unit, commit, homes
+from shardwise.zero import Buffer, Home, ReleasedParameter, State, Unit, commit, homes
 
 __all__ = ["load_pretrained"]
 
@@ -209,15 +209,30 @@ def _add_plain(filling: Filling, key: Key, value: Tensor) -> None:
 
 
 def _add_shard(filling: Filling, key: Key, home: Home) -> None:
+    """This rank's elements of a parameter: of the masters, and the weights that follow them."""
     buffer = home.buffer
     begin, _ = buffer.interval
     for member, first, last in buffer.own_pieces():
-        if member is home.member:
-            target = master_of(buffer)[first:last]
-            _add(filling, key, begin + first - member.slot.offset, target)
-            if target.data_ptr() != buffer.shard[first:last].data_ptr():
-                filling.then(_copying(buffer.shard[first:last], target))
+        if member is not home.member:
+            continue
+        master, start = buffer.precise, begin + first - member.slot.offset
+        if master.tensor is not None:
+            _add(filling, key, start, master.tensor[first:last])
+            if master.separate:
+                filling.then(_copying(buffer.shard[first:last], master.tensor[first:last]))
+            continue
+        for low in range(first, last, _SLICE):  # masters that are elsewhere
+            high = min(low + _SLICE, last)
+            filling.add_elsewhere(key, start + low - first, high - low, _storing(buffer, low, high))
 
 
 def _copying(target: Tensor, source: Tensor) -> Callable[[], object]:
     return lambda: target.copy_(source)
+
+
+def _storing(buffer: Buffer, first: int, last: int) -> Callable[[Tensor], None]:
+    def store(values: Tensor) -> None:
+        buffer.precise.write(first, values)
+        buffer.shard[first:last].copy_(values)
+
+    return store
