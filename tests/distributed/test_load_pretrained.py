@@ -184,6 +184,21 @@ def test_an_engine_gets_weights_and_masters_and_keeps_the_rest(stage: int, preci
 
 
 @ranks(2)
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_masters_that_rest_elsewhere_are_filled(stage: int, device: str, tmp_path: Path) -> None:
+    save(tmp_path)
+    where = {"device": device, "nvme_path": str(tmp_path)} if device == "nvme" else {"device": device}
+    with open_engine(stage, "bf16", fresh(), zero_optimization={"stage": stage, "offload_optimizer": where}) as engine:
+        train_on(engine, 1)
+        shardwise.load_pretrained(engine, tmp_path)
+        check(engine.module)
+        for (name, parameter), wanted in zip(engine.module.named_parameters(), trained().parameters(), strict=True):
+            if parameter.requires_grad:
+                assert torch.equal(safe_get_full_fp32_param(parameter), wanted.detach()), name
+
+
+@ranks(2)
 def test_a_part_of_an_engines_model_and_its_module(tmp_path: Path) -> None:
     if dist.get_rank() == 0:
         write_run(tmp_path, "saved", {Key("weight", "weight"): torch.full((5, 5), 3.0)}, Facts()).close()
@@ -233,8 +248,9 @@ def test_a_plain_model_is_filled_in_place_on_every_rank(tmp_path: Path) -> None:
 @ranks(1)
 def test_what_was_exported_fits(tmp_path: Path) -> None:
     save(tmp_path)
-    for kind in ("safetensors", "torch"):
-        out: Any = tmp_path / kind
+    kinds: tuple[Any, ...] = ("safetensors", "torch", "dcp")
+    for kind in kinds:
+        out = tmp_path / kind
         export(NativeSource(Folder(tmp_path), "saved"), out, format=kind, max_shard_size=300)
         model = fresh()
         shardwise.load_pretrained(model, out)

@@ -8,12 +8,14 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -22,6 +24,7 @@ from shardwise.checkpoint import Facts, Key, Spec
 from shardwise.checkpoint import outfiles as outfiles_module
 from shardwise.checkpoint.contents import DTYPES
 from shardwise.checkpoint.export import export, parse_size, plan_export
+from shardwise.checkpoint.opening import open_path
 from shardwise.checkpoint.safetensors import read_header
 from shardwise.checkpoint.streaming import Converted, chunks
 from shardwise.errors import CheckpointDamagedError, CheckpointError
@@ -146,6 +149,29 @@ def test_what_is_not_in_it_is_said(tmp_path: Path) -> None:
     notes = " ".join(plan_export(write_run(tmp_path, facts=facts)).notes)
     assert "frozen.weight" in notes
     assert "gate._extra_state" in notes
+
+
+@pytest.mark.parametrize(("dtype", "wanted"), [(None, torch.float32), ("bf16", torch.bfloat16)])
+def test_dcp_has_masters_and_optimizer_state(dtype: str | None, wanted: torch.dtype, tmp_path: Path) -> None:
+    told: list[int] = []
+    source = write_run(tmp_path / "run")
+    export(source, tmp_path / "out", format="dcp", dtype=dtype, progress=told.append)
+    assert sum(told) >= plan_export(source, format="dcp", dtype=dtype).nbytes
+    state: dict[str, Any] = {"embed.weight": torch.empty(7, 5, dtype=wanted), "head.weight": torch.empty(7, 5, dtype=wanted)}
+    moment = torch.empty(7, 5)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*single process.*")
+        dcp: Any = torch.distributed.checkpoint
+        dcp.load({"model": state, "optim": {"state": {"embed.weight": {"exp_avg": moment}}}}, checkpoint_id=tmp_path / "out")
+    assert torch.equal(state["embed.weight"], WEIGHTS["embed.weight"].to(wanted))
+    assert torch.equal(state["head.weight"], state["embed.weight"])
+    assert torch.equal(moment, tiny_tensors()[Key("optimizer", "embed.weight", "exp_avg")])
+    other = open_path(tmp_path / "out")
+    assert other.specs[Key("weight", "embed.weight")].dtype == wanted
+    with pytest.raises(CheckpointError, match="is not empty"):
+        export(source, tmp_path / "out", format="dcp")
+    export(source, tmp_path / "out", overwrite=True)
+    assert names_in(tmp_path / "out") == ["model.safetensors"]
 
 
 def test_progress_is_told_of_every_byte(tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from shardwise.checkpoint import Facts, Key, Source
 from shardwise.checkpoint.compare import Difference, bytes_to_compare, diff
+from shardwise.checkpoint.export import export
 from shardwise.checkpoint.inspect import list_checkpoints, tree_of, verify
-from shardwise.checkpoint.opening import find_native, open_path
+from shardwise.checkpoint.opening import find_native, open_checkpoint, open_path
 from shardwise.errors import CheckpointDamagedError, CheckpointError
-from tests.unit.checkpoint_support import TINY, damage, tiny_facts, tiny_tensors, write_run
+from tests.unit.checkpoint_support import TINY, damage, read_whole, tiny_facts, tiny_tensors, write_run
 
 EMBED, SEEN = Key("weight", "embed.weight"), Key("buffer", "seen")
 
@@ -81,6 +82,20 @@ def test_a_run_and_one_checkpoint_are_recognised(tmp_path: Path, monkeypatch: py
     assert open_path(".").where == str(tmp_path / "one")
 
 
+def test_a_tag_may_be_of_another_program(tmp_path: Path) -> None:
+    source = write_run(tmp_path, "ours")
+    export(source, tmp_path / "theirs", format="dcp")
+    for tag in ("ours", "theirs"):
+        opened, client_state = open_checkpoint(tmp_path, tag)
+        assert torch.equal(read_whole(opened, EMBED), tiny_tensors()[EMBED])
+        assert client_state == {}
+        opened.close()
+    with pytest.raises(CheckpointDamagedError, match="no checkpoint 'nobodys'"):
+        open_checkpoint(tmp_path, "nobodys")
+    assert open_path(tmp_path, "ours").where == open_path(tmp_path).where
+    assert torch.equal(read_whole(open_path(tmp_path / "theirs"), EMBED), tiny_tensors()[EMBED])
+
+
 def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
     write_run(tmp_path / "run", "one")
     with pytest.raises(CheckpointError, match=r"there is nothing at .*/nowhere"):
@@ -129,6 +144,21 @@ def test_every_file_is_verified_and_every_damaged_one_named(tmp_path: Path) -> N
     damage(directory / "index.json", 300)
     with pytest.raises(CheckpointDamagedError, match=r"index\.json is damaged"):
         list(verify(directory))
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp"])
+def test_checkpoints_of_other_programs_are_read_through(kind: Any, tmp_path: Path) -> None:
+    export(write_run(tmp_path / "run"), tmp_path / "out", format=kind)
+    told: list[int] = []
+    assert [found.problem for found in verify(tmp_path / "out", progress=told.append, begin=told.append)] == [""]
+    assert told[0] == sum(told[1:])
+    data = max((tmp_path / "out").iterdir(), key=lambda path: path.stat().st_size)
+    os.truncate(data, data.stat().st_size // 2)
+    try:
+        problems = [found.problem for found in verify(tmp_path / "out")]
+    except CheckpointError as error:  # some notice when they are opened
+        problems = [str(error)]
+    assert any(data.name in problem for problem in problems)
 
 
 # ---- two
@@ -219,6 +249,17 @@ def test_a_tied_weight_may_have_its_values_under_another_name(tmp_path: Path) ->
     found = diff(one, other, kinds=("weight", "buffer", "optimizer"))
     assert not (found.only_one or found.only_other or found.values)
     assert [fact.name for fact in found.facts] == ["ties.head.weight", "ties.embed.weight"]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp"])
+def test_an_export_is_compared_with_what_was_exported(kind: Any, tmp_path: Path) -> None:
+    """Also where a format does not tell weights from buffers."""
+    source = write_run(tmp_path / "run")
+    export(source, tmp_path / "out", format=kind, dtype="fp32")
+    found = diff(source, open_path(tmp_path / "out"), kinds=("weight", "buffer"))
+    assert not (found.only_one or found.only_other or found.shapes)
+    assert {each.key.name for each in found.values} == {"blocks.1.linear.weight", "blocks.1.linear.bias"}  # bf16 and fp64
+    assert not any(each.differing for each in found.values)
 
 
 def test_facts_and_kinds(tmp_path: Path) -> None:

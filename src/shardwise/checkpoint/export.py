@@ -101,7 +101,8 @@ def export(
             weights are there once, under their first name. "torch" gives `pytorch_model.bin` likewise, for `torch.load`, with
             tied weights under all names. "dcp" is for `torch.distributed.checkpoint`, with the optimizer's state.
         dtype: "fp32", "bf16" or "fp16" for all floating-point weights. None: the dtype in which the model computed, which is
-            what its `save_pretrained` would write. Buffers and integers stay as they are.
+            what its `save_pretrained` would write; for "dcp", from which training goes on, that of the master weights. Buffers
+            and integers stay as they are.
         max_shard_size: a number of bytes, or text such as "5GB" or "500MiB", that a file may have before another is begun. A
             larger tensor gets a file of its own. Means nothing for "dcp".
         overwrite: replace the weights in a directory that has something in it. Other files there (config.json, a tokenizer)
@@ -116,7 +117,8 @@ def export(
     """
     plan = plan_export(source, format=format, dtype=dtype, max_shard_size=max_shard_size)
     with OutDirectory(Path(out_dir), overwrite=overwrite, nbytes=plan.nbytes) as directory:
-        converted = Converted(source, {key: spec.dtype for key, spec in plan.specs.items()})
+        dtypes = {key: spec.dtype for key, spec in plan.specs.items()}
+        converted = Converted(source, dtypes, progress=progress if format == "dcp" else None)
         if format == "dcp":
             from shardwise.checkpoint.foreign.dcp_write import write_dcp
 
@@ -145,7 +147,11 @@ def plan_export(
     if dtype is not None and dtype not in _DTYPES:
         raise _wrong("dtype", f"one of {', '.join(_DTYPES)}, or none for that of the model", dtype)
     limit = parse_size(max_shard_size)
-    dtypes = compute_dtypes(source) if dtype is None else float_dtypes(source, _DTYPES[dtype])
+    dtypes: dict[Key, torch.dtype] = {}
+    if dtype is not None:
+        dtypes = float_dtypes(source, _DTYPES[dtype])
+    elif format != "dcp":
+        dtypes = compute_dtypes(source)
     kinds = ("weight", "buffer", "optimizer") if format == "dcp" else ("weight", "buffer")
     specs = {key: Spec(spec.shape, dtypes.get(key, spec.dtype)) for key, spec in source.specs.items() if key.kind in kinds}
     if not any(key.kind == "weight" for key in specs):

@@ -35,7 +35,7 @@ def open_checkpoint(directory: Path, tag: str) -> tuple[Source, dict[str, Any]]:
             return foreign, getattr(foreign, "client_state", {})
     source = NativeSource(Folder(directory), tag)
     try:
-        return source, source.client_state()
+        return source, source.client_state() if hasattr(source, "client_state") else {}
     except BaseException:
         source.close()
         raise
@@ -97,6 +97,12 @@ def find_native(path: str | os.PathLike[str], tag: str | None = None) -> tuple[F
         return None
     found = folder.newest() if tag is None else check_tag(tag)
     return None if found is None else (folder, found)
+
+
+def _open_foreign(path: Path) -> Source | None:
+    from shardwise.checkpoint.foreign import open_foreign  # what reads others' pickles is rarely needed
+
+    return open_foreign(path)
 
 
 def _found(path: Path) -> str:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from shardwise.checkpoint.contents import DTYPES, Facts, Key, Part, Source, Spec, real_dtype
+from shardwise.checkpoint.datafile import Progress
 from shardwise.errors import CheckpointError, explain
 
 __all__ = ["CHUNK", "Converted", "chunks", "compute_dtypes", "float_dtypes"]
@@ -77,10 +78,19 @@ class Converted:
         source: as it is stored.
         dtypes: of those tensors that are wanted in another one.
         without: tensors that are left out.
+        progress: told of bytes as they are read.
     """
 
-    def __init__(self, source: Source, dtypes: Mapping[Key, torch.dtype], *, without: Collection[Key] = ()) -> None:
+    def __init__(
+        self,
+        source: Source,
+        dtypes: Mapping[Key, torch.dtype],
+        *,
+        without: Collection[Key] = (),
+        progress: Progress | None = None,
+    ) -> None:
         self._source = source
+        self._progress = progress
         self._specs = {
             key: replace(spec, dtype=dtypes.get(key, spec.dtype)) for key, spec in source.specs.items() if key not in without
         }
@@ -102,6 +112,11 @@ class Converted:
 
     def read(self, parts: list[Part]) -> None:
         """Fill the values of each part; see `Source.read`. What has to be converted passes through a few megabytes."""
+        self._read(parts)
+        if self._progress:
+            self._progress(sum(part.values.nbytes for part in parts))
+
+    def _read(self, parts: list[Part]) -> None:
         specs = self._source.specs
         self._source.read([replace(part, spec=specs[part.key]) for part in parts if part.spec == specs[part.key]])
         others = [part for part in parts if part.spec != specs[part.key]]

@@ -63,7 +63,7 @@ The directory appears when everything is in it, or not at all. At no time is mor
 formats:
   safetensors   model.safetensors, or shards and their index: what from_pretrained loads
   torch         pytorch_model.bin likewise, for torch.load
-  dcp           torch.distributed.checkpoint, with the optimizer's state
+  dcp           torch.distributed.checkpoint, with master weights and the optimizer's state
 
 from_pretrained also needs the model's config.json: run model.config.save_pretrained(OUT), or copy it into OUT.
 
@@ -114,7 +114,7 @@ def _arguments(name: str, sub: Parser) -> None:
     elif name == "export":
         sub.add_argument("out", metavar="OUT", help="the directory to write")
         sub.flag("--format", metavar="F", default="safetensors", help="safetensors (the default), torch or dcp")
-        sub.flag("--dtype", metavar="T", help="fp32, bf16 or fp16 (default: the one in which the model computed)")
+        sub.flag("--dtype", metavar="T", help="fp32, bf16 or fp16 (default: the one the model computed in)")
         sub.flag("--max-shard-size", metavar="S", default="5GB", help="a file's size before another is begun (default 5GB)")
         sub.flag("--dry-run", action="store_true", help="print files and sizes, write nothing")
         sub.flag("--overwrite", action="store_true", help="replace weights that are in OUT; its other files stay")

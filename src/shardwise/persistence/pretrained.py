@@ -22,7 +22,7 @@ from shardwise.persistence.filling import Filling
 from shardwise.persistence.match import Report, match
 from shardwise.persistence.state import flat_of
 from shardwise.trainer import Trainer
-from shardwise.zero import Home, ReleasedParameter, State, Unit, commit, homes
+from shardwise.zero import Buffer, Home, ReleasedParameter, State, Unit, commit, homes
 
 __all__ = ["load_pretrained"]
 
@@ -200,6 +200,7 @@ def _add_plain(filling: Filling, key: Key, value: Tensor) -> None:
 
 
 def _add_shard(filling: Filling, key: Key, home: Home) -> None:
+    """This rank's elements of a parameter: of the masters, and the weights that follow them."""
     buffer = home.buffer
     begin, _ = buffer.interval
     for member, first, last in buffer.own_pieces():
