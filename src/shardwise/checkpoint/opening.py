@@ -28,14 +28,12 @@ def open_checkpoint(directory: Path, tag: str) -> tuple[Source, dict[str, Any]]:
     """
     where = directory / tag if tag else directory
     if not (where / INDEX).exists() and not any(where.glob("rank-*.safetensors")):
-        from shardwise.checkpoint.foreign import open_foreign
-
-        foreign = open_foreign(where)
+        foreign = _open_foreign(where)
         if foreign is not None:
             return foreign, getattr(foreign, "client_state", {})
     source = NativeSource(Folder(directory), tag)
     try:
-        return source, source.client_state() if hasattr(source, "client_state") else {}
+        return source, source.client_state()
     except BaseException:
         source.close()
         raise
@@ -43,9 +41,7 @@ def open_checkpoint(directory: Path, tag: str) -> tuple[Source, dict[str, Any]]:
 
 def holds_one(directory: Path) -> bool:
     """Whether a directory itself is a checkpoint of another program's that has no tags."""
-    from shardwise.checkpoint.foreign import open_foreign
-
-    return open_foreign(directory) is not None
+    return _open_foreign(directory) is not None
 
 
 def open_path(path: str | os.PathLike[str], tag: str | None = None) -> Source:
@@ -67,9 +63,7 @@ def open_path(path: str | os.PathLike[str], tag: str | None = None) -> Source:
         where = where / check_tag(tag)
     if not where.exists():
         raise CheckpointError(explain(f"there is nothing at {where}", expected="a checkpoint", do="check the path"))
-    from shardwise.checkpoint.foreign import open_foreign
-
-    source = open_foreign(where)
+    source = _open_foreign(where)
     if source is None:
         expected = "a checkpoint of this package, DeepSpeed, torch.distributed.checkpoint or Hugging Face"
         raise CheckpointError(explain(f"{where} is no checkpoint", expected=expected, found=_found(where)))

@@ -22,7 +22,7 @@ from shardwise.persistence.filling import Filling
 from shardwise.persistence.match import Report, match
 from shardwise.persistence.state import flat_of
 from shardwise.trainer import Trainer
-from shardwise.zero import Buffer, Home, ReleasedParameter, State, Unit, commit, homes
+from shardwise.zero import Home, ReleasedParameter, State, Unit, commit, homes
 
 __all__ = ["load_pretrained"]
 
