@@ -93,7 +93,12 @@ print("kills", kills, "tags", len(Folder(root).tags()))
 
 @pytest.mark.parametrize(
     ("keep", "exchange", "tags"),
-    [(0, "yes", "new"), (2, "yes", "new"), (0, "yes", "same"), (0, "no", "same")],
+    [
+        pytest.param(0, "yes", "new", marks=pytest.mark.slow),
+        (2, "yes", "new"),
+        (0, "yes", "same"),
+        pytest.param(0, "no", "same", marks=pytest.mark.slow),
+    ],
     ids=["another tag", "with pruning", "the same tag again", "the same tag, without swapping names"],
 )
 def test_killed_at_every_step(keep: int, exchange: str, tags: str, tmp_path: Path) -> None:
