@@ -92,19 +92,22 @@ def test_a_model_under_init_is_filled(dtype: torch.dtype | None, tmp_path: Path)
 
 @ranks(2)
 def test_values_that_are_lent_follow_and_keep_what_was_written(tmp_path: Path) -> None:
-    """Inside the block, as libraries load; what the checkpoint does not have keeps what the user wrote last."""
-    save(tmp_path)
+    """Inside the block, as libraries load; what the checkpoint does not have keeps what the first rank wrote last."""
+    if dist.get_rank() == 0:
+        write_run(tmp_path, "saved", {Key("weight", "weight"): torch.full((3, 3), 2.0)}, Facts()).close()
+    dist.barrier()
     with zero.Init():
-        model = nn.ModuleDict({"inner": fresh(), "own": nn.Linear(3, 3)})
-        nn.init.ones_(model["own"].weight)
-        held = model["inner"].embed.weight.data  # somebody has a view
-        nn.init.zeros_(model["inner"].embed.weight)
-        report = shardwise.load_pretrained(model["inner"], tmp_path)
-        assert report.missing == []
-        assert torch.equal(held, trained().embed.weight)
-    check(model["inner"])
-    with zero.GatheredParameters(list(model["own"].parameters())):
-        assert torch.equal(model["own"].weight, torch.ones(3, 3))
+        inner = nn.Linear(3, 3)
+        model = nn.Sequential(inner)  # now it is sharded, and what is written to it is a lent copy
+        nn.init.zeros_(inner.weight)
+        held = inner.weight.data  # somebody has a view
+        nn.init.constant_(inner.bias, 5.0 + dist.get_rank())
+        report = shardwise.load_pretrained(inner, tmp_path, strict=False)
+        assert report.missing == ["bias"]
+        assert torch.equal(held, torch.full((3, 3), 2.0))
+    with zero.GatheredParameters(list(model.parameters())):
+        assert torch.equal(inner.weight, torch.full((3, 3), 2.0))
+        assert torch.equal(inner.bias, torch.full((3,), 5.0))
 
 
 class Large(nn.Module):
@@ -166,21 +169,29 @@ def test_less_than_one_tensor_is_in_memory_besides_the_shards(dtype: torch.dtype
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_engine_gets_weights_and_masters_and_keeps_the_rest(stage: int, precision: str, tmp_path: Path) -> None:
     save(tmp_path)
-    with open_engine(stage, precision, fresh()) as engine:
-        train_on(engine, 2)
-        moments = safe_get_full_optimizer_state(engine.module.embed.weight, "exp_avg")
-        engine.backward(engine(torch.zeros(6, 4, dtype=torch.int64)).float().sum())  # this window is forgotten
-        shardwise.load_pretrained(engine, tmp_path)
-        check(engine.module)
-        for (name, parameter), wanted in zip(engine.module.named_parameters(), trained().parameters(), strict=True):
-            master = safe_get_full_fp32_param(parameter)
-            assert master is not None
-            if parameter.requires_grad:
-                assert torch.equal(master, wanted.detach().to(master.dtype)), name
-        assert torch.equal(safe_get_full_optimizer_state(engine.module.embed.weight, "exp_avg"), moments)
-        assert engine.global_steps == 2
-        train_on(engine, 1)
-        assert engine.was_step_applied()
+    ends: list[dict[str, Tensor]] = []
+    for begun in (False, True):
+        with open_engine(stage, precision, fresh()) as engine:
+            train_on(engine, 2)
+            moments = safe_get_full_optimizer_state(engine.module.embed.weight, "exp_avg")
+            if begun:  # this window is forgotten
+                engine.backward(engine(torch.ones(6, 4, dtype=torch.int64)).float().square().sum())
+            shardwise.load_pretrained(engine, tmp_path)
+            assert trainer_of(engine).window.backwards == 0
+            check(engine.module)
+            for (name, master), wanted in zip(masters(engine).items(), trained().parameters(), strict=True):
+                assert torch.equal(master, wanted.detach().to(master.dtype)) or not wanted.requires_grad, name
+            assert torch.equal(safe_get_full_optimizer_state(engine.module.embed.weight, "exp_avg"), moments)
+            assert engine.global_steps == 2
+            train_on(engine, 1)
+            assert engine.was_step_applied()
+            ends.append(masters(engine))
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def masters(engine: Any) -> dict[str, Tensor]:
+    found = {name: safe_get_full_fp32_param(parameter) for name, parameter in engine.module.named_parameters()}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 @ranks(2)

@@ -23,7 +23,8 @@ __all__ = ["Difference", "FactDifference", "TensorDifference", "bytes_to_compare
 KINDS: tuple[Kind, ...] = ("weight", "buffer", "optimizer")
 """What is compared unless told otherwise: not the states of random generators, of which each rank has its own."""
 
-_SIZE = 1 << 21  # bytes of each side that are in memory at a time
+_SIZE = 1 << 20  # bytes of each side that are in memory at a time
+_SMALLEST = 2.0**-1074  # of the numbers above zero
 _FACTS = ("counters", "groups", "steps", "numbers", "loss_scale", "schedule", "loader", "extra", "ties", "excluded")
 _COUNTED = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # compared as they are, not as float64
 
@@ -171,17 +172,17 @@ def _add(found: TensorDifference, left: Tensor, right: Tensor) -> None:
     if torch.equal(left.view(torch.uint8), right.view(torch.uint8)):
         return
     x, y = left.double(), right.double()
-    unequal = left != right if left.dtype in _COUNTED else (x != y) & ~(x.isnan() & y.isnan())
-    x, y = x[unequal], y[unequal]
-    if not len(x):
-        return
-    gap = (x - y).abs()
-    gap = torch.where(gap.isnan(), torch.inf, gap)
+    gap = (x - y).abs_()
+    count = int(torch.count_nonzero(gap if left.dtype not in _COUNTED else left != right))
     scale = torch.maximum(x.abs(), y.abs())
-    relative = torch.where(gap.isinf() | scale.isnan(), torch.inf, gap / scale)
-    found.differing += len(x)
+    if not gap.isfinite().all():
+        alike = (x == y) | (x.isnan() & y.isnan())
+        count = len(x) - int(torch.count_nonzero(alike))
+        gap = torch.where(alike, 0.0, torch.where(gap.isnan(), torch.inf, gap))
+        scale = torch.where(alike, 1.0, scale.nan_to_num(1.0, 1.0))
+    found.differing += count
     found.largest = max(found.largest, gap.max().item())
-    found.relative = max(found.relative, relative.max().item())
+    found.relative = max(found.relative, gap.div_(scale.clamp_min_(_SMALLEST)).max().item())
 
 
 def _compare_facts(one: Facts, other: Facts) -> Iterator[FactDifference]:
