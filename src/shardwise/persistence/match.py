@@ -6,13 +6,14 @@ Owns which tensor of the one is which of the other, and what is an error. Refuse
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
 from shardwise.checkpoint import Key, Source
 from shardwise.errors import CheckpointError, explain
 
-__all__ = ["Report", "match"]
+__all__ = ["Report", "match", "state_of"]
 
 
 @dataclass
@@ -57,8 +58,7 @@ def match(model: nn.Module, source: Source, *, strict: bool, switch: str = "stri
     first: dict[int, str] = {}
     ours: dict[str, list[str]] = {}
     values: dict[str, Tensor] = {}
-    # Also what a module may leave out of its state dict: whatever trains is saved.
-    for name, value in {**model.state_dict(keep_vars=True), **dict(model.named_parameters(remove_duplicate=False))}.items():
+    for name, value in state_of(model).items():
         if isinstance(value, Tensor):
             values.setdefault(first.setdefault(id(value), name), value)
             ours.setdefault(first[id(value)], []).append(name)
@@ -79,6 +79,11 @@ def match(model: nn.Module, source: Source, *, strict: bool, switch: str = "stri
     if strict and (report.missing or report.unexpected):
         raise _does_not_fit(source, report, switch)
     return found, report
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """All that a model has by name: its state dict, and parameters that a module leaves out of it, as whatever trains is saved."""
+    return {**model.state_dict(keep_vars=True), **dict(model.named_parameters(remove_duplicate=False))}
 
 
 def _leave_out(source: Source, report: Report) -> None:

@@ -19,7 +19,7 @@ from shardwise.checkpoint import Key, Source
 from shardwise.checkpoint.opening import open_path
 from shardwise.errors import CheckpointDamagedError, CheckpointError, ParameterError, ShardwiseError, explain
 from shardwise.persistence.filling import Filling
-from shardwise.persistence.match import Report, match
+from shardwise.persistence.match import Report, match, state_of
 from shardwise.persistence.state import flat_of
 from shardwise.trainer import Trainer
 from shardwise.zero import Home, ReleasedParameter, State, Unit, commit, homes
@@ -176,7 +176,7 @@ def _check_plain(name: str, parameter: nn.Parameter) -> None:
 def _read(model: nn.Module, source: Source, names: Mapping[str, Key]) -> None:
     filling = Filling(source)
     plain: list[Tensor] = []
-    for name, value in model.state_dict(keep_vars=True).items():
+    for name, value in state_of(model).items():
         if name in names:
             home = homes.get(value)
             if home is None or home.reference() is None:
