@@ -17,8 +17,12 @@ from shardwise.errors import CheckpointDamagedError, CheckpointError, explain
 __all__ = ["find_native", "holds_one", "open_checkpoint", "open_path"]
 
 
-def open_checkpoint(directory: Path, tag: str) -> tuple[Source, dict[str, Any]]:
+def open_checkpoint(directory: Path, tag: str, *, trusted: bool = False) -> tuple[Source, dict[str, Any]]:
     """Open the checkpoint of a run, of this package or DeepSpeed; or what is in the directory itself, where there is no tag.
+
+    Args:
+        directory, tag: where.
+        trusted: unpickle whatever the user saved along with it.
 
     Returns:
         the checkpoint, and what the user saved along with it.
@@ -33,7 +37,7 @@ def open_checkpoint(directory: Path, tag: str) -> tuple[Source, dict[str, Any]]:
             return foreign, getattr(foreign, "client_state", {})
     source = NativeSource(Folder(directory), tag)
     try:
-        return source, source.client_state()
+        return source, source.client_state(trusted=trusted)
     except BaseException:
         source.close()
         raise

@@ -38,13 +38,16 @@ class Report:
         return "; ".join([*lines, *self.notes])
 
 
-def match(model: nn.Module, source: Source, *, strict: bool, switch: str = "strict") -> tuple[dict[str, Key], Report]:
+def match(
+    model: nn.Module, source: Source, *, strict: bool, shapes: bool = True, switch: str = "strict"
+) -> tuple[dict[str, Key], Report]:
     """Find each parameter and persistent buffer of a model in a checkpoint, whichever of the two it is there.
 
     Args:
         model: plain or sharded.
         source: the checkpoint.
         strict: whether both must have the same.
+        shapes: whether another shape is an error; otherwise it counts as missing.
         switch: what users call `strict`.
 
     Returns:
@@ -70,9 +73,16 @@ def match(model: nn.Module, source: Source, *, strict: bool, switch: str = "stri
         if called is None:
             report.missing.append(name)
         elif source.specs[theirs[called]].shape != tuple(values[name].shape):
+            if not shapes:
+                report.missing.append(name)
+                continue
             raise _wrong_shape(source, name, tuple(values[name].shape), source.specs[theirs[called]].shape)
         else:
             found[name] = theirs[called]
+    for name, key in found.items():
+        ignored = [alias for alias in ours[name] if alias in theirs and theirs[alias] != key]
+        if ignored:
+            report.notes.append(f"tied to {key.name} in the model, their own values not loaded: {', '.join(ignored)}")
     known = {alias for aliases in ours.values() for alias in aliases} | {key.name for key in found.values()}
     report.unexpected += [name for name in theirs if name not in known]
     _leave_out(source, report)
@@ -82,7 +92,7 @@ def match(model: nn.Module, source: Source, *, strict: bool, switch: str = "stri
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """All that a model has by name: its state dict, and parameters that a module leaves out of it, as whatever trains is saved."""
+    """All that a model has by name: its state dict, and parameters that a module leaves out of it: whatever trains is saved."""
     return {**model.state_dict(keep_vars=True), **dict(model.named_parameters(remove_duplicate=False))}
 
 

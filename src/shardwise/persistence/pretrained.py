@@ -66,6 +66,8 @@ def load_pretrained(model: nn.Module, path: str | Path | Source, strict: bool = 
 
 
 def _open(model: nn.Module, path: str | Path | Source, tag: str | None, strict: bool) -> tuple[Source, dict[str, Key], Report]:
+    if not (isinstance(path, str | Path) or hasattr(path, "specs")):
+        raise CheckpointError(explain("this is no checkpoint", expected="a path, or a source", found=repr(path)))
     source = open_path(path, tag) if isinstance(path, str | Path) else path
     try:
         return source, *match(model, source, strict=strict)

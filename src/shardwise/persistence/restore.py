@@ -33,11 +33,13 @@ class Wishes:
     """What to take besides weights and buffers; see `Engine.load_checkpoint`.
 
     Args:
+        weights: weights and buffers themselves.
         optimizer: its state, the options of its groups, the loss scale and random generators.
         schedule: how far the learning-rate schedule is.
         only_weights: nothing else at all.
     """
 
+    weights: bool = True
     optimizer: bool = True
     schedule: bool = True
     only_weights: bool = False
@@ -53,14 +55,15 @@ def restore(trainer: Trainer, schedule: Any, source: Source, names: Mapping[str,
         CheckpointError: a file is damaged. The engine's state is then partly old, partly new.
     """
     parts = trainer.parts
-    for unit in parts.runtime.units:
-        unit.open("load")
-    try:
-        _load_weights(parts, source, names)
-    finally:
+    if wishes.weights:
         for unit in parts.runtime.units:
-            unit.shut()
-    _load_buffers(parts, source, names)
+            unit.open("load")
+        try:
+            _load_weights(parts, source, names)
+        finally:
+            for unit in parts.runtime.units:
+                unit.shut()
+        _load_buffers(parts, source, names)
     parts.runtime.reducer.clear()
     trainer.window.restart()
     if wishes.only_weights:
@@ -72,13 +75,16 @@ def restore(trainer: Trainer, schedule: Any, source: Source, names: Mapping[str,
     return [*notes, *_load_facts(trainer, schedule, source.facts, wishes)]
 
 
-def load_by_user(parts: Parts, source: Source, load: Callable[..., object]) -> None:
+def load_by_user(parts: Parts, source: Source, load: Callable[..., object], together: Callable[..., Any]) -> None:
     """Let a function of the user's put weights into the model: `load(src=..., dst=...)`, on every rank. Collective.
+
+    Where it fails on one rank, it fails on all, and what it has written is not taken over.
 
     Args:
         parts: of the engine; `dst` is the model, with all its weights gathered.
         source: all weights and buffers of it, in host memory, are `src`.
         load: the function. What it writes on the first rank counts.
+        together: does something on every rank, and raises on all of them if it fails on one.
     """
     state: dict[str, Tensor] = {}
     wanted: list[Part] = []
@@ -86,10 +92,10 @@ def load_by_user(parts: Parts, source: Source, load: Callable[..., object]) -> N
         if key.kind in ("weight", "buffer"):
             state[key.name] = torch.empty(spec.shape, dtype=spec.dtype)
             wanted.append(Part(key, spec, 0, flat_of(state[key.name])))
-    source.read(wanted)
+    together(lambda: source.read(wanted))
     state.update({alias: state[name] for alias, name in source.facts.ties.items() if name in state})
     with GatheredParameters(parts.model.parameters(), modifier_rank=parts.mesh.data.ranks[0]):
-        load(src=state, dst=parts.model)
+        together(lambda: load(src=state, dst=parts.model))
 
 
 def _load_weights(parts: Parts, source: Source, names: Mapping[str, Key]) -> None:
@@ -105,11 +111,14 @@ def _load_weights(parts: Parts, source: Source, names: Mapping[str, Key]) -> Non
 
 
 def _load_buffers(parts: Parts, source: Source, names: Mapping[str, Key]) -> None:
+    """Those of the first rank, or this rank's own where they differed and as many ranks load as have saved."""
     filling = Filling(source)
+    ranks = _ranks_of(source)
     for name, value in parts.runtime.other_state().items():
         if isinstance(value, Tensor) and name in names:
             flat = flat_of(value)
-            filling.add(names[name], 0, flat)
+            own = Key("local", names[name].name, str(parts.mesh.data.index))
+            filling.add(own if own in source.specs and ranks == parts.mesh.data.size else names[name], 0, flat)
             if flat.data_ptr() != value.data_ptr():
                 filling.then(_unflatten(value, flat))
         elif name in source.facts.extra:
@@ -144,7 +153,11 @@ def _load_optimizer(parts: Parts, source: Source, names: Mapping[str, Key]) -> l
                 fresh.add(piece.name)
             _load_piece(parts, filling, (number, position), name, states.get(name or "", []))
     filling.run()
-    return [f"without optimizer state in the checkpoint: {', '.join(sorted(fresh))}"] if fresh and states else []
+    return (
+        [f"without optimizer state in the checkpoint: {', '.join(sorted(fresh))}"]
+        if fresh and (states or source.facts.counters.get("global_steps"))
+        else []
+    )
 
 
 def _other_optimizer(source: Source, ours: str, theirs: str) -> CheckpointError:
@@ -181,10 +194,15 @@ def _load_piece(parts: Parts, filling: Filling, place: tuple[int, int], name: st
             filling.add_elsewhere(Key("optimizer", name, state), piece.offset, length, store)
 
 
+def _ranks_of(source: Source) -> int:
+    """How many ranks have saved; 0 for a checkpoint of another program."""
+    return sum(each.kind == "random" for each in source.specs)
+
+
 def _load_random_state(parts: Parts, source: Source) -> None:
     """Only on as many ranks as saved it: with others, samples meet other ranks in any case."""
     key = Key("random", str(parts.mesh.data.index))
-    if sum(each.kind == "random" for each in source.specs) != parts.mesh.data.size:
+    if _ranks_of(source) != parts.mesh.data.size:
         if parts.mesh.data.index == 0:
             log.info("random generators are left as they are: %s was saved on another number of ranks", source.where)
         return
@@ -212,10 +230,13 @@ def _load_facts(trainer: Trainer, schedule: Any, facts: Facts, wishes: Wishes) -
         if facts.loss_scale:
             parts.scaler.load_state_dict(facts.loss_scale)
     if wishes.schedule and facts.schedule:
-        if hasattr(schedule, "load_state_dict"):
-            schedule.load_state_dict(facts.schedule)
-        else:
+        saved = facts.origin.get("schedule") or type(schedule).__name__
+        if schedule is None or not hasattr(schedule, "load_state_dict"):
             notes.append("the checkpoint has a learning-rate schedule, and the engine has none")
+        elif saved != type(schedule).__name__:
+            notes.append(f"the learning-rate schedule is left as it is: the checkpoint's is of another kind, {saved}")
+        else:
+            schedule.load_state_dict(facts.schedule)
     if facts.loader and hasattr(parts.data_loader, "load_state_dict"):
         try:
             parts.data_loader.load_state_dict(facts.loader)
