@@ -205,7 +205,7 @@ def _padding(buffer: Buffer, policy: Policy) -> int:
     first, last = layout.interval(buffer.key.shard.index)
     in_shard = layout.chunk - sum(stop - start for _, start, stop in layout.pieces(first, last))
     parameters = layout.padding if buffer.resident else in_shard
-    master = 0 if buffer.master is None or buffer.master is buffer.shard else buffer.master.itemsize
+    master = buffer.master.dtype.itemsize if buffer.master is not None and buffer.master.separate else 0
     whole = layout.padding if policy.stage.reduce is Reduce.LAST else 0
     gradients = whole + (in_shard if buffer.key.shard.size > 1 else 0)
     size = _gradient_dtype(buffer, policy).itemsize

@@ -6,6 +6,7 @@ and what only this package asks is on the `Trainer` behind it. Refuses to know h
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -264,7 +265,12 @@ class Engine(nn.Module):
             CheckpointError: it could not be saved, or an earlier save in the background was not; on every rank.
         """
         self._keeper.save(
-            save_dir, tag, client_state, self.lr_scheduler, latest=save_latest, without_frozen=exclude_frozen_parameters
+            _directory(save_dir),
+            tag,
+            client_state,
+            self.lr_scheduler,
+            latest=save_latest,
+            without_frozen=exclude_frozen_parameters,
         )
         return True
 
@@ -279,6 +285,7 @@ class Engine(nn.Module):
         custom_load_fn: Callable[..., object] | None = None,
         *,
         fallback: bool = False,
+        trust_client_state: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
         """Go on from a checkpoint, whatever number of ranks, stage and precision it was saved with. Collective.
 
@@ -291,8 +298,10 @@ class Engine(nn.Module):
                 as saved it, random generators.
             load_lr_scheduler_states: also how far the schedule is.
             load_module_only: weights and buffers, nothing else.
-            custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` to put the weights into the gathered model.
+            custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` to put weights into the gathered model; ours
+                are not loaded then. Optimizer state is, for parameters that both have under one name and in one shape.
             fallback: where the checkpoint is damaged, take the newest one that is not.
+            trust_client_state: unpickle objects of any class in the client_state, which can run any code.
 
         Returns:
             its path and the `client_state`; `(None, {})` if there is none yet.
@@ -301,8 +310,9 @@ class Engine(nn.Module):
             CheckpointError: it does not fit, or is not there; on every rank.
             CheckpointDamagedError: a file is not as it was written. The engine cannot be used until another one is loaded.
         """
-        wishes = Wishes(load_optimizer_states, load_lr_scheduler_states, load_module_only)
-        request = Request(Path(load_dir), tag, load_module_strict, wishes, custom_load_fn, fallback)
+        wishes = Wishes(optimizer=load_optimizer_states, schedule=load_lr_scheduler_states, only_weights=load_module_only)
+        directory = _directory(load_dir)
+        request = Request(directory, tag, load_module_strict, wishes, custom_load_fn, fallback, trust_client_state)
         path, client_state, _ = self._keeper.load(request, self.lr_scheduler)
         return path, client_state
 
@@ -319,7 +329,7 @@ class Engine(nn.Module):
     ) -> bool:
         """Write all weights, in the dtype the model computes in, as one file for torch.load (or safetensors). Collective."""
         self._trainer.check_usable()
-        save_consolidated(self._trainer.parts, Path(save_dir) / save_filename, without_frozen=exclude_frozen_parameters)
+        save_consolidated(self._trainer.parts, _directory(save_dir) / save_filename, without_frozen=exclude_frozen_parameters)
         return True
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
@@ -376,6 +386,13 @@ class Engine(nn.Module):
             return getattr(self.module, name)
         except AttributeError:
             raise AttributeError(f"neither Engine nor {type(self.module).__name__} has an attribute {name!r}") from None
+
+
+def _directory(path: Any) -> Path:
+    """A user's directory, that stays the same one wherever the program goes."""
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(explain("this is no directory", expected="a path as text or pathlib.Path", found=repr(path)))
+    return Path(path).expanduser().absolute()
 
 
 def trainer_of(engine: Engine) -> Trainer:

@@ -24,6 +24,7 @@ from shardwise.errors import DivergenceError, PeerLostError, StallError, UsageEr
 from shardwise.mesh import DataMesh
 from shardwise.optim import BadGradient, LossScale, Shard, ShardedOptimizer, StepPath, StepReport
 from shardwise.policy import Policy, Release
+from shardwise.tiers import StorageError
 from shardwise.zero import Gradients, Runtime, Unit
 
 __all__ = ["Parts", "Trainer"]
@@ -164,7 +165,11 @@ class Trainer:
         used = runtime.finish_window()
         for shard, gradients in zip(parts.shards, runtime.reducer.gradients, strict=True):
             shard.grad = gradients.shard
-        report = path.run(optimizer.param_groups, self._denominator(), used, describe=self._name_culprit)
+        try:
+            report = path.run(optimizer.param_groups, self._denominator(), used, describe=self._name_culprit)
+        except StorageError as error:
+            self.unusable = f"a step was interrupted, so that some weights are updated and others are not: {error}".rstrip(".")
+            raise
         self.grad_norm, self.applied = report.grad_norm, report.applied
         optimizer.announce_step()
         if report.applied:

@@ -112,7 +112,7 @@ def test_an_error_on_one_rank_is_told_on_all_at_the_next_call(bad: int, tmp_path
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
         train_on(engine, 1, first=1)
         engine.save_checkpoint(tmp_path)
-        with pytest.raises(CheckpointError, match=rf"rank {bad}: checkpoint 'global_step2' was not saved: .*disk is full"):
+        with pytest.raises(CheckpointError, match=rf"rank {bad}: saving checkpoint 'global_step2' failed: .*disk is full"):
             engine.save_checkpoint(tmp_path, tag="next")
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         train_on(engine, 1, first=2)

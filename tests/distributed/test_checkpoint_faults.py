@@ -41,7 +41,9 @@ def test_a_full_disk_on_one_rank_is_one_error_and_training_goes_on(tmp_path: Pat
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)
         if dist.get_rank() == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
-        with pytest.raises(CheckpointError, match=r"'global_step2' was not saved: found .*rank-00001.* the disk is full"):
+        with pytest.raises(
+            CheckpointError, match=r"saving checkpoint 'global_step2' failed: found .*rank-00001.* the disk is full"
+        ):
             engine.save_checkpoint(tmp_path)
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         assert names_in(tmp_path) == ["global_step1", "latest"]

@@ -268,7 +268,9 @@ def test_another_optimizer_is_refused_unless_its_state_is_left(tmp_path: Path) -
 
 
 @ranks(2)
-@pytest.mark.parametrize("kind", ["NAdam", "ASGD", "RMSprop", "Rprop", "SGD", "Lion"])
+@pytest.mark.parametrize(
+    "kind", ["NAdam", "SGD", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ASGD", "RMSprop", "Rprop", "Lion"))]
+)
 def test_other_optimizers_go_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
     """Those of torch that are driven piece by piece keep numbers and 0-d tensors besides their moments."""
 
@@ -401,8 +403,9 @@ def test_the_same_tag_again_replaces(tmp_path: Path) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(3, "bf16"), *(pytest.param(stage, "fp32", marks=pytest.mark.slow) for stage in STAGES)]
+)
 def test_whole_weights_for_others(stage: int, precision: str, tmp_path: Path) -> None:
     with open_engine(stage, precision) as engine:
         train_on(engine, 1)

@@ -126,3 +126,19 @@ def test_plain_python_is_a_world_of_one() -> None:
     before, after = losses(output)
     assert after < before - 0.1
     assert "memory of 1 rank " in output
+
+
+@pytest.mark.slow
+def test_the_example_goes_on_and_its_checkpoints_are_looked_at(tmp_path: Path) -> None:
+    """Two ranks save, one goes on, and the commands of the page on checkpoints work on what they leave."""
+    runs, exported = tmp_path / "run", tmp_path / "exported"
+    sharded("--save", str(runs))
+    printed = run_on_ranks(1, main_of_the_example, ("--save", str(runs), "--steps=6"))[0]
+    assert "going on after step 4" in printed
+    shardwise = command("shardwise")
+    assert "global_step6" in run(shardwise, "checkpoint", "list", runs)
+    assert "embedding" in run(shardwise, "checkpoint", "inspect", runs)
+    assert "everything is as it was written" in run(shardwise, "checkpoint", "verify", runs)
+    run(shardwise, "checkpoint", "diff", runs / "global_step6", runs / "global_step6")
+    run(shardwise, "checkpoint", "export", runs, exported, "--dtype", "bf16")
+    assert (exported / "model.safetensors").is_file()

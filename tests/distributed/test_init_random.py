@@ -193,4 +193,4 @@ def test_random_constructors() -> None:
 @pytest.mark.slow
 @ranks(2, 3, timeout=300.0)
 def test_many_random_constructors() -> None:
-    _try(range(100, 160), length=40)
+    _try(range(100, 130), length=40)

@@ -114,9 +114,11 @@ def test_how_it_is_done_changes_no_bit(name: str) -> None:
 @ranks(1, 2, 3, timeout=300.0)
 @pytest.mark.parametrize("name", CASES)
 def test_full_matrix(name: str, world_size: int) -> None:
+    # Three ranks differ from two in how sums are cut, which accumulation and moments show as well as one step of SGD.
+    windows = ((3, "adamw"),) if world_size == 3 else ((1, "sgd"), (3, "adamw"))
     recipes = [
         Recipe(name, world_size, accumulation, precision, optimizer, CLIP)
         for precision in CASES[name].precisions
-        for accumulation, optimizer in ((1, "sgd"), (3, "adamw"))
+        for accumulation, optimizer in windows
     ]
     check([*recipes, Recipe(name, world_size, optimizer="adamw")])

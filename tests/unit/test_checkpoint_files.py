@@ -357,7 +357,7 @@ def test_a_latest_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
 def test_what_others_leave_is_theirs(tmp_path: Path) -> None:
     """Unfinished saves of processes that live, or of other machines, are not touched; those of the dead go."""
     folder, _ = small(tmp_path)
-    host = os.uname().nodename
+    host = f"{os.uname().nodename}@{Path('/proc/self/ns/pid').stat().st_ino}"
     alive = tmp_path / f".x.writing-{host}-{os.getpid()}-{Path('/proc/self/stat').read_text().rpartition(')')[2].split()[19]}"
     reused = tmp_path / f".x.writing-{host}-{os.getpid()}-1"
     dead = tmp_path / f".y.leaving-{host}-{(1 << 22) + 5}-77"

@@ -143,7 +143,7 @@ def test_list_and_clean(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
 def _host() -> str:
     import socket
 
-    return socket.gethostname()
+    return f"{socket.gethostname()}@{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_help_teaches_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert "shardwise run --nproc 4 train.py" in out
     code, out, _ = answer(capsys, "--help")
     assert code == 0
-    assert all(name in out for name in ("run", "doctor", "schema", "env", "selftest"))
+    assert all(name in out for name in ("run", "doctor", "schema", "env", "selftest", "checkpoint", "bench"))
     assert answer(capsys)[0] == 2
 
 

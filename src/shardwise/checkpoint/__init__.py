@@ -8,8 +8,8 @@ from shardwise.checkpoint import plain
 from shardwise.checkpoint.background import Background, Snapshot
 from shardwise.checkpoint.contents import Facts, Key, Part, Source, Spec
 from shardwise.checkpoint.folder import Folder, check_tag
-from shardwise.checkpoint.opening import open_checkpoint
-from shardwise.checkpoint.reader import NativeSource
+from shardwise.checkpoint.opening import holds_one, open_checkpoint
+from shardwise.checkpoint.reader import NativeSource, first_line
 from shardwise.checkpoint.saving import ByCollective, ByFiles, Contents, Destination, write_checkpoint
 
 __all__ = [
@@ -27,6 +27,8 @@ __all__ = [
     "Source",
     "Spec",
     "check_tag",
+    "first_line",
+    "holds_one",
     "open_checkpoint",
     "plain",
     "write_checkpoint",

@@ -17,7 +17,7 @@ from shardwise.errors import CheckpointError, explain
 
 __all__ = ["DTYPES", "Facts", "Key", "Kind", "Part", "Source", "Spec", "dtype_called", "dtype_name", "real_dtype"]
 
-Kind = Literal["weight", "buffer", "optimizer", "random"]
+Kind = Literal["weight", "buffer", "optimizer", "random", "local"]
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -48,10 +48,11 @@ class Key(NamedTuple):
     """Which tensor.
 
     Args:
-        kind: a weight in full precision (the master, where there is one), a module buffer, optimizer state, or the state of
-            random generators.
+        kind: a weight in full precision (the master, where there is one), a module buffer, optimizer state, the state of
+            random generators, or a module buffer of one rank on which it is not that of the first.
         name: first name of the parameter or buffer in the model; for random generators, the number of the rank.
-        state: which optimizer state, by torch's name ("exp_avg", ...); empty for the other kinds.
+        state: which optimizer state, by torch's name ("exp_avg", ...); for a rank's own buffer, the number of the rank; empty
+            for the other kinds.
     """
 
     kind: Kind

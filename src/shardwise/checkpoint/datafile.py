@@ -32,6 +32,7 @@ BLOCK = 1 << 18
 """Bytes with a checksum of their own."""
 
 _SEGMENT = 1 << 23  # bytes a thread moves at a time, a multiple of BLOCK
+_SYNCED = 1 << 26  # bytes of a file between two waits for the disk
 _THREADS = 4
 
 Progress = Callable[[int], None]
@@ -154,6 +155,8 @@ def _write_segments(descriptor: int, segments: list[tuple[int, list[Tensor]]], p
         offset, parts = segment
         views = [to_bytes(part) for part in parts]
         _write_all(descriptor, views, offset)
+        if offset % _SYNCED + _SEGMENT >= _SYNCED:  # now and then, so that the end has little left, and others see progress
+            os.fdatasync(descriptor)
         sums = list(_block_sums(views))
         if progress:
             progress(sum(len(view) for view in views))
@@ -295,14 +298,15 @@ class DataFile:
             self._descriptor = -1
 
     def read(self, wanted: Sequence[Wanted], progress: Progress | None = None) -> None:
-        """Read and check all of it, in the order of the file, each block once. No byte may be wanted twice.
+        """Read and check all of it, in the order of the file. What is wanted twice is read twice.
 
         Raises:
             CheckpointError: a block is damaged.
         """
-        ordered = sorted((each for each in wanted if len(each.into)), key=lambda each: each.start)
-        jobs = list(_jobs(ordered, self._sums.block))
-        _run_all(lambda job: self._run(job, progress), jobs, "shardwise-read")
+        left = sorted((each for each in wanted if len(each.into)), key=lambda each: each.start)
+        while left:
+            now, left = _part_overlaps(left)
+            _run_all(lambda job: self._run(job, progress), list(_jobs(now, self._sums.block)), "shardwise-read")
 
     def verify(self, progress: Progress | None = None) -> None:
         """Read all of the file and check it. Raises CheckpointError if a block is damaged."""
@@ -323,7 +327,8 @@ class DataFile:
                 at = number * block
                 inside = next((each.about for each in job if each.start < at + block and at < each.start + len(each.into)), "")
                 about = f" ({inside})" if inside else ""
-                expected = f"checksum {self._sums.values[number]:08x} for the {block} bytes from {at}{about}"
+                length = min(block, self._sums.size - at)
+                expected = f"checksum {self._sums.values[number]:08x} for the {length} bytes from {at}{about}"
                 raise damaged(self._path, expected, f"{value:08x}")
         if progress:
             progress(sum(len(each.into) for each in job))
@@ -345,12 +350,26 @@ class DataFile:
                 views[0] = views[0][done:]
 
 
-_OTHERS = "load another checkpoint (`shardwise checkpoint inspect` lists them; fallback=True takes the newest valid one)"
+_OTHERS = "load another checkpoint (`shardwise checkpoint list` shows them; fallback=True takes the newest valid one)"
 
 
 def damaged(path: Path, expected: str, found: str) -> CheckpointDamagedError:
     """The error for a file that is not as it was written."""
     return CheckpointDamagedError(explain(f"{path} is damaged", expected=expected, found=found, do=_OTHERS))
+
+
+def _part_overlaps(wanted: list[Wanted]) -> tuple[list[Wanted], list[Wanted]]:
+    """Stretches no two of which overlap, and the others; both in order."""
+    apart: list[Wanted] = []
+    others: list[Wanted] = []
+    end = -1
+    for each in wanted:
+        if each.start < end:
+            others.append(each)
+        else:
+            apart.append(each)
+            end = each.start + len(each.into)
+    return apart, others
 
 
 def _jobs(wanted: list[Wanted], block: int) -> Iterator[list[Wanted]]:

@@ -120,7 +120,7 @@ def export(
         dtypes = {key: spec.dtype for key, spec in plan.specs.items()}
         converted = Converted(source, dtypes, progress=progress if format == "dcp" else None)
         if format == "dcp":
-            from shardwise.checkpoint.foreign.dcp_write import write_dcp  # it imports much of torch.distributed
+            from shardwise.checkpoint.foreign.dcp_write import write_dcp
 
             write_dcp(converted, directory)
         for file in plan.files:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import re
 import shutil
 import socket
 import time
 from contextlib import suppress
 from pathlib import Path
+from uuid import uuid4
 
 from shardwise.checkpoint.datafile import refuse
 from shardwise.checkpoint.index import Index, is_plain_name
@@ -27,6 +29,7 @@ LATEST = "latest"
 _WRITING, _REPLACED, _LEAVING = "writing", "replaced", "leaving"
 _FORGOTTEN_S = 24 * 3600.0  # another machine's unfinished checkpoint that nobody has touched for so long is nobody's
 _EXCHANGE, _AT_FDCWD = 2, -100  # of renameat2(2)
+_OURS = re.compile(r"index\.json|client_state\.pt|rank-\d+\.(safetensors|json|failed)")
 
 log = logging.getLogger("shardwise")
 
@@ -38,8 +41,9 @@ def check_tag(tag: object) -> str:
         CheckpointError: it cannot be one.
     """
     text = str(tag)
-    if not is_plain_name(text) or text.startswith(".") or text == LATEST or len(text.encode()) > 200 or "\0" in text:
-        expected = "a name without slashes that does not begin with a dot, of at most 200 bytes"
+    printable = text.isprintable() and text == text.strip()
+    if not is_plain_name(text) or not printable or text.startswith(".") or text == LATEST or len(text.encode()) > 200:
+        expected = "a printable name without slashes that does not begin with a dot, of at most 200 bytes"
         raise CheckpointError(explain("this tag cannot be used", expected=expected, found=repr(tag)))
     return text
 
@@ -58,12 +62,12 @@ class Folder:
 
     def tags(self) -> list[str]:
         """The tags of all complete checkpoints of this package's format, the newest first."""
-        found: list[tuple[int, str]] = []
+        found: list[tuple[float, str]] = []
         with suppress(OSError):
             for entry in os.scandir(self.path):
-                if not entry.name.startswith("."):
-                    with suppress(OSError):
-                        found.append(((Path(entry.path) / INDEX).stat().st_mtime_ns, entry.name))
+                written = None if entry.name.startswith(".") else Index.when(Path(entry.path) / INDEX)
+                if written is not None:
+                    found.append((written, entry.name))
         return [tag for _, tag in sorted(found, reverse=True)]
 
     def latest(self) -> str | None:
@@ -108,6 +112,9 @@ class Folder:
         return Index.loads(text, str(path))
 
     def _unknown(self, tag: str) -> CheckpointDamagedError:
+        if (self.path / tag).is_dir():
+            missing = f"{self.path / tag / INDEX} is missing"
+            return CheckpointDamagedError(explain(missing, expected="the index of a checkpoint", do="load another checkpoint"))
         there = ", ".join(self.tags()[:8]) or "none"
         problem = f"there is no checkpoint {tag!r} in {self.path}"
         return CheckpointDamagedError(
@@ -116,22 +123,39 @@ class Folder:
 
     # -- a checkpoint comes ------------------------------------------------------------------------------------------------
 
-    def begin(self, tag: str) -> Path:
+    def begin(self, tag: str, *, over_anything: bool = False) -> Path:
         """Make the directory in which a checkpoint is written; leftovers of processes that are no more go.
+
+        Args:
+            tag: its name.
+            over_anything: whether what has the name already may be something else than a checkpoint of this format.
 
         Raises:
             CheckpointError: it cannot be made.
         """
-        path = self.path / f".{tag}.{_WRITING}-{_owner()}"
+        path = self.path / f".{tag}.{uuid4().hex[:8]}.{_WRITING}-{_owner()}"
+        if not over_anything:
+            self._check_replaceable(self.path / tag)
         try:
+            new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
+            if new:
+                sync_directory(self.path.parent)
             self.clean()
-            if path.exists():  # this process failed to write the same tag before
-                shutil.rmtree(path)
             path.mkdir()
         except OSError as error:
             raise refuse(path, error, 0) from error
         return path
+
+    def _check_replaceable(self, target: Path) -> None:
+        """What has the name already must be a checkpoint of this format."""
+        if not os.path.lexists(target):
+            return
+        if target.is_symlink() or Index.when(target / INDEX) is None:
+            what = "a link" if target.is_symlink() else "something that is no checkpoint of this package"
+            raise CheckpointError(
+                explain(f"{target} is there already", found=what, do="save under another tag, or move it away")
+            )
 
     def commit(self, written: Path, tag: str, *, latest: bool) -> None:
         """Give a checkpoint that is complete its name, and make it the latest.
@@ -141,37 +165,51 @@ class Folder:
         """
         target = self.path / tag
         try:
-            sync_directory(written)
             if target.exists():
+                if Index.when(target / INDEX) is not None:
+                    _keep_others(target, written)
+                sync_directory(written)
                 self._replace(written, target)
             else:
+                sync_directory(written)
                 written.rename(target)
-            sync_directory(self.path)
-            if latest:
-                self._point_to(tag)
+                sync_directory(self.path)
         except OSError as error:
             raise refuse(target, error, 0) from error
+        if latest:
+            try:
+                self._point_to(tag)
+            except OSError as error:
+                problem = f"{target} is complete, but {self.path / LATEST} could not be replaced"
+                do = f"load it with tag={tag!r}, and remove what is in the way"
+                raise CheckpointError(explain(problem, found=error.strerror or str(error), do=do)) from error
 
     def _replace(self, written: Path, target: Path) -> None:
         leaving = self.path / f".{target.name}.{_LEAVING}-{_owner()}"
         if _exchange(written, target):
+            sync_directory(self.path)
             written.rename(leaving)
         else:  # a kill between these two leaves neither under its name: `recover` puts the old one back
             aside = self.path / f".{target.name}.{_REPLACED}-{_owner()}"
             target.rename(aside)
             written.rename(target)
             aside.rename(leaving)
+        sync_directory(self.path)  # the new names first, the deletions after
         shutil.rmtree(leaving, ignore_errors=True)
 
     def _point_to(self, tag: str) -> None:
-        path = self.path / f".{LATEST}.{_WRITING}-{_owner()}"
+        path = self.path / f".{LATEST}.{uuid4().hex[:8]}.{_WRITING}-{_owner()}"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
             os.write(descriptor, tag.encode())
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        path.rename(self.path / LATEST)
+        try:
+            path.rename(self.path / LATEST)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
         sync_directory(self.path)
 
     # -- and goes ----------------------------------------------------------------------------------------------------------
@@ -179,7 +217,7 @@ class Folder:
     def prune(self, keep: int, written: str) -> list[str]:
         """Delete all but the newest checkpoints. What `latest` names and what was just written stay in any case.
 
-        Nothing goes unless as many as are kept have their index and every file in full length.
+        Only checkpoints whose index this version can read go, and nothing goes unless what was just written is there in full.
 
         Returns:
             the tags that went.
@@ -189,17 +227,24 @@ class Folder:
         for tag in tags:
             if len(kept) < keep and self._is_whole(tag):
                 kept.add(tag)
-        if not any(self._is_whole(tag) for tag in kept):
+        if not self._is_whole(written):
             return []
         gone: list[str] = []
         for tag in tags:
-            if tag not in kept:
-                aside = self.path / f".{tag}.{_LEAVING}-{_owner()}"
+            if tag not in kept and self._is_readable(tag):
+                leaving = self.path / f".{tag}.{_LEAVING}-{_owner()}"
                 with suppress(OSError):
-                    (self.path / tag).rename(aside)
+                    (self.path / tag).rename(leaving)
                     gone.append(tag)
-                    shutil.rmtree(aside, ignore_errors=True)
+                    shutil.rmtree(leaving, ignore_errors=True)
         return gone
+
+    def _is_readable(self, tag: str) -> bool:
+        try:
+            self.read_index(tag)
+        except CheckpointError:
+            return False
+        return not (self.path / tag).is_symlink()
 
     def _is_whole(self, tag: str) -> bool:
         try:
@@ -238,6 +283,17 @@ class Folder:
         return [(tag, kind, path) for tag, kind, owner, path in found if kind and _is_dead(owner, path)]
 
 
+def _keep_others(target: Path, written: Path) -> None:
+    """What users have put into a checkpoint that is replaced (a tokenizer, a note) is in its successor too."""
+    for entry in target.iterdir():
+        if _OURS.fullmatch(entry.name) or (written / entry.name).exists():
+            continue
+        if entry.is_dir():
+            shutil.copytree(entry, written / entry.name, symlinks=True)
+        else:
+            shutil.copy2(entry, written / entry.name, follow_symlinks=False)
+
+
 def sync_directory(path: Path) -> None:
     """Make names in a directory last, where the file system allows to ask for it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -259,7 +315,14 @@ def _exchange(one: Path, other: Path) -> bool:
 
 def _owner() -> str:
     """This process, for others to find out whether it is alive: machine, process id, and when it began."""
-    return f"{socket.gethostname()}-{os.getpid()}-{_birth(os.getpid())}"
+    return f"{_machine()}-{os.getpid()}-{_birth(os.getpid())}"
+
+
+def _machine() -> str:
+    """What processes have in common that know each other by number: containers may share the name of their host."""
+    with suppress(OSError):
+        return f"{socket.gethostname()}@{Path('/proc/self/ns/pid').stat().st_ino}"
+    return socket.gethostname()
 
 
 def _birth(pid: int) -> str:
@@ -284,7 +347,7 @@ def _parse(name: str) -> tuple[str, str, str]:
 
 def _is_dead(owner: str, path: Path) -> bool:
     host, pid, birth = owner.rsplit("-", 2)
-    if host != socket.gethostname():
+    if host != _machine():
         with suppress(OSError):
             newest = max(entry.stat().st_mtime for entry in (path, *(path.iterdir() if path.is_dir() else ())))
             return time.time() - newest > _FORGOTTEN_S

@@ -7,9 +7,11 @@ may come from anywhere. Refuses to know how bytes are moved.
 from __future__ import annotations
 
 import json
+import re
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple, cast, get_args
 from zlib import crc32
 
@@ -21,6 +23,7 @@ from shardwise.errors import CheckpointDamagedError, CheckpointError, explain
 __all__ = ["Index", "Piece", "Share", "is_plain_name"]
 
 _FORMAT, _VERSION = "shardwise", 1
+_HEAD = re.compile(rb'\{"crc32":"[0-9a-f]{8}","index":\{"format":"shardwise","version":\d+,"written":([0-9.]+)')
 _KINDS = get_args(Kind)
 
 
@@ -119,6 +122,16 @@ class Index:
             _check_cover(key, index.specs[key], pieces, "the checkpoint that was written")
         return index
 
+    @staticmethod
+    def when(path: Path) -> float | None:
+        """When an index was written, in seconds since the epoch, by the first bytes of the file; None if it is no index."""
+        try:
+            with path.open("rb") as file:
+                found = _HEAD.match(file.read(200))
+        except OSError:
+            return None
+        return float(found[1]) if found else None
+
     @property
     def nbytes(self) -> int:
         """Bytes of all files."""
@@ -130,6 +143,7 @@ class Index:
             {
                 "format": _FORMAT,
                 "version": _VERSION,
+                "written": time.time(),
                 "facts": plain.to_json(self.facts.to_dict(), "the state of training"),
                 "files": [{"name": name, **sums.to_dict()} for name, sums in self.files],
                 "client_state": None if self.client_state is None else _file_to_json(*self.client_state),

@@ -14,11 +14,15 @@ from shardwise.checkpoint.folder import INDEX, Folder, check_tag
 from shardwise.checkpoint.reader import NativeSource
 from shardwise.errors import CheckpointDamagedError, CheckpointError, explain
 
-__all__ = ["find_native", "open_checkpoint", "open_path"]
+__all__ = ["find_native", "holds_one", "open_checkpoint", "open_path"]
 
 
-def open_checkpoint(directory: Path, tag: str) -> tuple[Source, dict[str, Any]]:
-    """Open the checkpoint of a run, of this package or DeepSpeed.
+def open_checkpoint(directory: Path, tag: str, *, trusted: bool = False) -> tuple[Source, dict[str, Any]]:
+    """Open the checkpoint of a run, of this package or DeepSpeed; or what is in the directory itself, where there is no tag.
+
+    Args:
+        directory, tag: where.
+        trusted: unpickle whatever the user saved along with it.
 
     Returns:
         the checkpoint, and what the user saved along with it.
@@ -26,14 +30,22 @@ def open_checkpoint(directory: Path, tag: str) -> tuple[Source, dict[str, Any]]:
     Raises:
         CheckpointError: it is not there, damaged, or of no known format.
     """
-    directory = Path(directory)
-    foreign = None if (directory / tag / INDEX).is_file() else _open_foreign(directory / tag)
-    source: Any = NativeSource(Folder(directory), tag) if foreign is None else foreign
+    where = directory / tag if tag else directory
+    if not (where / INDEX).exists() and not any(where.glob("rank-*.safetensors")):
+        foreign = _open_foreign(where)
+        if foreign is not None:
+            return foreign, getattr(foreign, "client_state", {})
+    source = NativeSource(Folder(directory), tag)
     try:
-        return source, source.client_state() if hasattr(source, "client_state") else {}
+        return source, source.client_state(trusted=trusted)
     except BaseException:
         source.close()
         raise
+
+
+def holds_one(directory: Path) -> bool:
+    """Whether a directory itself is a checkpoint of another program's that has no tags."""
+    return _open_foreign(directory) is not None
 
 
 def open_path(path: str | os.PathLike[str], tag: str | None = None) -> Source:

@@ -56,7 +56,7 @@ class OutDirectory:
             found = ", ".join(there[:_SHOWN]) + (", ..." if len(there) > _SHOWN else "")
             do = "name another directory, or ask to overwrite (--overwrite), which replaces weights and leaves other files"
             raise CheckpointError(explain(f"{self._target} is not empty", expected="an empty directory", found=found, do=do))
-        self._written = self._folder.begin(self._target.name)
+        self._written = self._folder.begin(self._target.name, over_anything=True)
         try:
             stats = os.statvfs(self._written)
             if stats.f_bavail * stats.f_frsize < self._nbytes:

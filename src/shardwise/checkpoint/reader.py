@@ -7,6 +7,7 @@ tensors are for.
 from __future__ import annotations
 
 import io
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ from shardwise.checkpoint.folder import Folder
 from shardwise.checkpoint.index import Index, Piece
 from shardwise.errors import CheckpointError, explain
 
-__all__ = ["NativeSource"]
+__all__ = ["NativeSource", "first_line"]
 
 _STAGED = 1 << 26  # bytes that are read at a time where they cannot go straight to where they belong
 
@@ -65,7 +66,7 @@ class NativeSource:
         return self.index.facts
 
     def read(self, parts: list[Part]) -> None:
-        """Fill the values of each part; see `Source.read`. Values in host memory are read in place."""
+        """Fill the values of each part; see `Source.read`. Values in host memory are read in place. Parts may overlap."""
         wanted: dict[int, list[Wanted]] = {}
         for part in parts:
             if part.values.device.type == "cpu":
@@ -119,8 +120,11 @@ class NativeSource:
             finally:
                 file.close()
 
-    def client_state(self) -> dict[str, Any]:
+    def client_state(self, *, trusted: bool = False) -> dict[str, Any]:
         """What the user saved along with it.
+
+        Args:
+            trusted: unpickle objects of any class, which can run any code.
 
         Raises:
             CheckpointError: it holds objects of classes that torch does not load without being told that they are safe.
@@ -131,14 +135,15 @@ class NativeSource:
         data = bytearray(sums.size)
         self._read_whole(self._path / name, sums, memoryview(data))
         try:
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted)
         except Exception as error:  # whatever an unpickler may come across
             raise CheckpointError(
                 explain(
                     f"the client_state in {self._path / name} cannot be loaded",
                     expected="plain values and tensors",
-                    found=str(error).strip().splitlines()[0],
-                    do="allow its classes with torch.serialization.add_safe_globals([...]) if you trust the file",
+                    found=first_line(error),
+                    do="if you trust the file, pass trust_client_state=True, or allow its classes with "
+                    "torch.serialization.add_safe_globals([...])",
                 )
             ) from error
 
@@ -154,6 +159,11 @@ class NativeSource:
         for file in self._files.values():
             file.close()
         self._files.clear()
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, without the codes that colour it on a terminal."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().partition("\n")[0] or type(error).__name__
 
 
 def _overlaps(pieces: list[Piece], start: int, stop: int) -> Iterator[tuple[Piece, int, int]]:

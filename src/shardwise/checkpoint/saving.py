@@ -171,7 +171,7 @@ def write_checkpoint(contents: Contents, to: Destination, exchange: Exchange, pr
     # The first rank may have failed after all had written.
     problem = exchange.announce(problem) or problem
     if problem:
-        raise CheckpointError(explain(f"checkpoint {to.tag!r} was not saved", found=problem.rstrip(".")))
+        raise CheckpointError(explain(f"saving checkpoint {to.tag!r} failed", found=problem.rstrip(".")))
 
 
 def _attempt(work: Callable[[], object]) -> str:

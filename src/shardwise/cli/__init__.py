@@ -56,6 +56,8 @@ def _dispatch(words: list[str]) -> int:
         return _doctor(options.config, options.world_size)
     if options.command == "schema":
         return _schema()
+    if options.command == "bench":
+        return _bench(options.what, options.directory, options.size)
     if options.command == "env":
         from shardwise.cli.environment import describe
 
@@ -83,6 +85,19 @@ def _doctor(config: str, world_size: str) -> int:
     diagnosis = diagnose(config, whole("--world-size", world_size))
     print(diagnosis.text.rstrip("\n"), flush=True)
     return 0 if diagnosis.healthy else 1
+
+
+def _bench(what: str, directory: str, size: str) -> int:
+    from shardwise.errors import ConfigError
+    from shardwise.tiers import StorageError
+    from shardwise.tiers.report import main as measure
+
+    if what != "io":
+        raise LaunchError(explain(f"there is no measurement {what!r}", do="type: shardwise bench io DIR"))
+    try:
+        return _print(measure(directory, size, lambda done, total, text: print(f"[{done}/{total}] {text}", file=sys.stderr)))
+    except (StorageError, ConfigError) as error:
+        raise LaunchError(str(error)) from None
 
 
 def _schema() -> int:

@@ -26,6 +26,7 @@ COMMANDS = {
     "env": "print versions, devices, backend, cores and compiler",
     "selftest": "train a tiny model on two ranks and say PASS or FAIL",
     "checkpoint": "inspect, verify, compare, export, list and tidy up checkpoints",
+    "bench": "measure this machine: `shardwise bench io DIR` measures a disk for offload and recommends settings",
 }
 
 _RUN_EPILOG = """\
@@ -231,5 +232,9 @@ def command_parser() -> Parser:
         if name == "doctor":
             sub.add_argument("config", help="a JSON file")
             sub.flag("--world-size", metavar="N", default="1", help="ranks the batch numbers are derived for (default 1)")
+        if name == "bench":
+            sub.add_argument("what", metavar="io", help="what to measure; there is one thing so far")
+            sub.add_argument("directory", metavar="DIR", help="a folder on the disk; what is written there is removed")
+            sub.flag("--size", metavar="S", default="1GiB", help="bytes written and read for each number (default 1GiB)")
         parser.flags.update(sub.flags)
     return parser

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -196,6 +197,10 @@ class Comm:
         if line.lane is not None and self._guard is not None:
             self._guard.note(line.lane, event)
         self._count(axis, event)
+
+    def patient(self, seconds: float) -> AbstractContextManager[None]:
+        """Allow collectives so many seconds beyond the watchdog, where ranks have long work of different length before them."""
+        return nullcontext() if self._guard is None else self._guard.patient(seconds)
 
     def all_gather_object(self, obj: Any, axis: Axis, name: str) -> list[Any]:
         """Every rank's object (anything pickle can carry), in axis order. Meant for small things: each rank reads all."""

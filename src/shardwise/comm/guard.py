@@ -23,8 +23,8 @@ wait for each other, each in another engine; that is found by what they wait for
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import NoReturn
 
@@ -238,6 +238,15 @@ class Guard:
         return ballot
 
     # What follows runs only when there is something to ask, to wait for, or to complain about.
+
+    @contextmanager
+    def patient(self, seconds: float) -> Generator[None]:
+        """Allow so many seconds more, where ranks are known to have long work between collectives."""
+        self._watchdog_s += seconds
+        try:
+            yield
+        finally:
+            self._watchdog_s -= seconds
 
     def _agree(self, lane: Lane, event: Event) -> None:
         """Ask the ranks of the lane; return when all ask for the same."""

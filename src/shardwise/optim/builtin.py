@@ -128,6 +128,10 @@ class RuleDriver(Driver):
         """Of the rule."""
         return self.rule.name
 
+    def state_names(self) -> set[str] | None:
+        """See `Driver.state_names`."""
+        return {name for group in self.groups for name in self.rule.state_names(group)}
+
     def update(self, groups: Groups, scale: float, used: Sequence[bool], sums: Sums) -> None:
         """One pass over every run of pieces in use."""
         for shard in self.shards:

@@ -80,6 +80,10 @@ class Driver(ABC):
     def name(self) -> str:
         """Of the rule: state of one driver means something to another of the same name."""
 
+    def state_names(self) -> set[str] | None:
+        """Names of the state tensors that the rule keeps; None if that is not known."""
+        return None
+
     @property
     def inner(self) -> Optimizer | None:
         """The torch optimizer that does the work, where there is one."""

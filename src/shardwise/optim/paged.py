@@ -158,7 +158,6 @@ class PagedDriver(RuleDriver):
     def _fill_blank(self, page: Page, views: dict[str, Tensor]) -> None:
         """Give state that was never written its first values."""
         if (page.shard, page.start) in self._blank:
-            self._blank.discard((page.shard, page.start))
             for name, view in views.items():
                 if name != MASTER:
                     view.fill_(self.rule.initial(name, self.groups[self.shards[page.shard].group]))
@@ -178,6 +177,7 @@ class PagedDriver(RuleDriver):
             views = self._views(moved[number], memory)
             self._fill_blank(moved[number], views)
             yield moved[number], views
+            self._blank.discard((moved[number].shard, moved[number].start))
         for page in pages:
             if page.held is None:
                 yield page, self._resident_views(page)
@@ -190,6 +190,7 @@ class PagedDriver(RuleDriver):
             self._resident[key] = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         views = self._views(page, self._resident[key])
         self._fill_blank(page, views)
+        self._blank.discard(key)
         return views
 
     # -- steps -------------------------------------------------------------------------------------------------------------
@@ -255,6 +256,7 @@ class PagedDriver(RuleDriver):
         views = self._views(page, self._open.loan.tensor)
         blank = (page.shard, page.start) in self._blank
         self._fill_blank(page, views)
+        self._blank.discard((page.shard, page.start))
         self._open.written |= write or blank
         return views
 

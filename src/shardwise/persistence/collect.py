@@ -9,19 +9,22 @@ import logging
 import random
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, cast
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from shardwise.checkpoint import Contents, Facts, Key, Part, Spec, plain
-from shardwise.errors import CheckpointError
+from shardwise.checkpoint.datafile import to_bytes
+from shardwise.errors import CheckpointError, explain
 from shardwise.persistence.state import COUNTERS, flat_of, members_of, optimizer_name
 from shardwise.trainer import Parts, Trainer
 from shardwise.zero import Buffer, Member
 
-__all__ = ["collect"]
+__all__ = ["buffer_digests", "collect", "without_equal_buffers"]
 
 log = logging.getLogger("shardwise")
 
@@ -38,20 +41,46 @@ def collect(trainer: Trainer, schedule: Any, *, without_frozen: bool) -> Content
         CheckpointError: something has no plain form.
     """
     parts = trainer.parts
+    _check_known(parts)
     share = Facts()
     found = [*_weights(parts, without_frozen), *_optimizer_state(parts, share), _random_state(parts)]
-    if parts.mesh.data.index:
-        return Contents(found, share)
-    specs = {
-        Key("weight", member.name): _spec(member, buffer) for buffer, member in members_of(parts, without_frozen=without_frozen)
-    }
     buffers, extra = _split_state(parts)
+    rank = parts.mesh.data.index
+    specs: dict[Key, Spec] = {}
     for name, value in buffers.items():
-        key, spec = Key("buffer", name), Spec(tuple(value.shape), value.dtype)
+        key, spec = Key("local", name, str(rank)) if rank else Key("buffer", name), Spec(tuple(value.shape), value.dtype)
         specs[key] = spec
         if spec.length:
             found.append(Part(key, spec, 0, flat_of(value)))
+    if rank:
+        return Contents(found, share)
+    for buffer, member in members_of(parts, without_frozen=without_frozen):
+        specs[Key("weight", member.name)] = _spec(member, buffer)
     return Contents(found, share, specs, _facts(trainer, schedule, extra, without_frozen))
+
+
+def buffer_digests(contents: Contents) -> dict[str, int]:
+    """What tells the module buffers of one rank from those of another, by name."""
+    kinds = ("buffer", "local")
+    return {part.key.name: crc32(to_bytes(part.values)) for part in contents.parts if part.key.kind in kinds}
+
+
+def without_equal_buffers(contents: Contents, own: Mapping[str, int], first: Mapping[str, int]) -> Contents:
+    """The same without this rank's own buffers that are those of the first rank, who saves them for all."""
+
+    def is_own(part: Part) -> bool:
+        return part.key.kind != "local" or own[part.key.name] != first.get(part.key.name)
+
+    return replace(contents, parts=[part for part in contents.parts if is_own(part)])
+
+
+def _check_known(parts: Parts) -> None:
+    """Every parameter of the model must be one that the engine holds."""
+    held = {id(member.parameter) for _, member in members_of(parts)}
+    late = [name for name, parameter in parts.model.named_parameters() if id(parameter) not in held]
+    if late:
+        problem = f"parameter {late[0]!r} was registered after initialize, so that the engine does not hold it"
+        raise CheckpointError(explain(problem, do="build the whole model before initialize"))
 
 
 def _spec(member: Member, buffer: Buffer) -> Spec:
@@ -88,7 +117,9 @@ def _optimizer_state(parts: Parts, share: Facts) -> Iterator[Part]:
             for name, value in state.items():
                 if not (isinstance(value, Tensor) and value.dim() == 1 and value.numel() == piece.stop - piece.start):
                     if name != "step" or isinstance(value, Tensor):
-                        share.numbers.setdefault(piece.name, {})[name] = value
+                        # A copy: optimizers count in place, and a save in the background writes it later.
+                        about = f"state {name!r} of {piece.name!r}"
+                        share.numbers.setdefault(piece.name, {})[name] = plain.checked(value, about)
                     continue
                 first, last = max(piece.start, low), min(piece.stop, high)
                 if first < last:
@@ -131,6 +162,7 @@ def _facts(trainer: Trainer, schedule: Any, extra: dict[str, Any], without_froze
             "stage": parts.policy.stage.number,
             "ranks": parts.mesh.data.size,
             "optimizer": optimizer_name(parts),
+            "schedule": type(schedule).__name__ if schedule is not None else "",
         },
     )
 

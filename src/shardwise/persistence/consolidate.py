@@ -5,12 +5,14 @@ Owns the gathering, unit by unit. Refuses to know checkpoints.
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint import first_line
 from shardwise.checkpoint.datafile import refuse
 from shardwise.errors import CheckpointError, explain
 from shardwise.trainer import Parts
@@ -69,6 +71,8 @@ def save_consolidated(parts: Parts, path: Path, *, without_frozen: bool = False)
             problem = str(refuse(path, error, sum(value.nbytes for value in state.values() if isinstance(value, Tensor))))
         except CheckpointError as error:
             problem = str(error)
+        except Exception as error:  # noqa: BLE001 - torch has errors of its own for a disk that is full
+            problem = explain(f"{path} cannot be written", found=first_line(error), do="check the disk").rstrip(".")
     told = parts.comm.all_gather_object(problem, parts.mesh.data, "are the weights saved")
     if told[0]:
         raise CheckpointError(told[0])
@@ -83,6 +87,8 @@ def _write(state: OrderedDict[str, Tensor], path: Path) -> None:
             _write_safetensors(state, beside)
         else:
             torch.save(state, beside)
+            with beside.open("rb") as file:
+                os.fsync(file.fileno())
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)

@@ -23,15 +23,18 @@ from shardwise.checkpoint import (
     Contents,
     Destination,
     Folder,
+    Key,
     NativeSource,
     Snapshot,
     Source,
     check_tag,
+    first_line,
+    holds_one,
     open_checkpoint,
     write_checkpoint,
 )
 from shardwise.errors import CheckpointDamagedError, CheckpointError, ShardwiseError, explain
-from shardwise.persistence.collect import collect
+from shardwise.persistence.collect import buffer_digests, collect, without_equal_buffers
 from shardwise.persistence.match import Report, match
 from shardwise.persistence.restore import Wishes, load_by_user, restore
 from shardwise.trainer import Trainer
@@ -41,6 +44,7 @@ __all__ = ["Keeper", "Request"]
 log = logging.getLogger("shardwise")
 
 _SHOWN = 4  # ranks whose problems are told
+_SLOWEST = 10e6  # bytes per second that a disk moves at least; ranks wait so long for one another
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Request:
         wishes: what to take besides these.
         custom: puts the weights into the model by itself.
         fallback: where a checkpoint is damaged, take the newest one that is not.
+        trusted: unpickle whatever is in the client_state.
     """
 
     directory: Path
@@ -61,6 +66,7 @@ class Request:
     wishes: Wishes = field(default_factory=Wishes)
     custom: Callable[..., object] | None = None
     fallback: bool = False
+    trusted: bool = False
 
 
 class Keeper:
@@ -77,6 +83,7 @@ class Keeper:
         self._snapshot = Snapshot()
         self._background: Background | None = None
         self._earlier = ""  # what went wrong in a save that nobody has been told of
+        self._allowance = 0.0  # seconds that the slowest disk may take for what is being saved
 
     def _gather(self, text: Any, name: str) -> list[Any]:
         return self._trainer.parts.comm.all_gather_object(text, self._data, name)
@@ -111,12 +118,13 @@ class Keeper:
         contents, written = self._prepare(folder, name, client_state, schedule, without_frozen)
         to = Destination(folder, name, written, self._data.index, self._data.size, latest=latest, keep=self._options.keep_last)
         if self._options.asynchronous:
-            patience = trainer.parts.config.watchdog_s
+            patience = trainer.parts.config.watchdog_s + self._allowance
             self._background = Background(
                 lambda: write_checkpoint(contents, to, ByFiles(to, patience)), f"shardwise-checkpoint-{name}"
             )
         else:
-            write_checkpoint(contents, to, ByCollective(self._gather))
+            with trainer.parts.comm.patient(self._allowance):
+                write_checkpoint(contents, to, ByCollective(self._gather))
         trainer.parts.comm.ledger.count("checkpoint write", "disk", contents.nbytes)
         if self._data.index == 0:
             what = "copied, being written" if self._options.asynchronous else "saved"
@@ -129,7 +137,8 @@ class Keeper:
         waits = self._options.on_busy == "wait"
         if waits:
             self._finish()
-        notes = self._gather((str(tag), self.busy, self._take_earlier()), "save a checkpoint")
+        with self._trainer.parts.comm.patient(self._allowance if waits else 0.0):
+            notes = self._gather((_tag_text(tag), self.busy, self._take_earlier()), "save a checkpoint")
         self._raise_all([earlier for _, _, earlier in notes], "")
         if any(busy for _, busy, _ in notes):
             raise CheckpointError(
@@ -155,8 +164,10 @@ class Keeper:
     ) -> tuple[Contents, Path]:
         """What to save, and the directory to write it in: everything that can fail before the first byte is written."""
         contents, written, problem = Contents([]), "", ""
+        digests: dict[str, int] = {}
         try:
             contents = collect(self._trainer, schedule, without_frozen=without_frozen)
+            digests = buffer_digests(contents)
             if self._data.index == 0:
                 contents = replace(contents, client_state=_pack(client_state))
                 written = str(folder.begin(tag))
@@ -164,16 +175,17 @@ class Keeper:
                 before = self._snapshot.nbytes
                 contents = self._snapshot.take(contents)
                 self._trainer.parts.comm.ledger.hold("checkpoint copy", self._snapshot.nbytes - before)
-        except (ShardwiseError, MemoryError, RuntimeError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever users' objects raise; the other ranks would wait
             problem = _text(error)
-        notes = self._gather((written, problem), "begin to write the checkpoint")
+        notes = self._gather((written, problem, digests, contents.nbytes), "begin to write the checkpoint")
         try:
-            self._raise_all([problem for _, problem in notes], f"checkpoint {tag!r} was not saved")
+            self._raise_all([problem for _, problem, _, _ in notes], f"checkpoint {tag!r} was not saved")
         except CheckpointError:
             if written:
                 Path(written).rmdir()
             raise
-        return contents, Path(notes[0][0])
+        self._allowance = max(nbytes for _, _, _, nbytes in notes) / _SLOWEST
+        return without_equal_buffers(contents, digests, notes[0][2]), Path(notes[0][0])
 
     def _raise_all(self, problems: list[str], context: str, kind: type[CheckpointError] = CheckpointError) -> None:
         """The same error on every rank, if there is a problem on any."""
@@ -204,7 +216,8 @@ class Keeper:
             CheckpointError: it failed, on any rank.
         """
         self._finish()
-        self._raise_all(self._gather(self._take_earlier(), "is the checkpoint complete"), "")
+        with self._trainer.parts.comm.patient(self._allowance):
+            self._raise_all(self._gather(self._take_earlier(), "is the checkpoint complete"), "")
 
     def close(self) -> None:
         """Wait for the save in the background on this rank, and give the memory back.
@@ -253,8 +266,10 @@ class Keeper:
             folder = Folder(request.directory)
             try:
                 folder.recover()
-                first = folder.newest() if request.tag is None else check_tag(request.tag)
+                first = self._first(folder, request)
                 others = [tag for tag in folder.tags() if tag != first] if request.fallback else []
+                if first is None and not others and holds_one(request.directory):
+                    first = ""  # the directory itself, of another program
                 found = ([first, *others] if first is not None else others), ""
             except (ShardwiseError, OSError) as error:
                 found = [], _text(error)
@@ -263,17 +278,29 @@ class Keeper:
             raise CheckpointError(problem)
         return tags
 
+    def _first(self, folder: Folder, request: Request) -> str | None:
+        """The tag to begin with."""
+        if request.tag is not None:
+            return check_tag(request.tag)
+        try:
+            return folder.newest()
+        except CheckpointError as error:
+            if not request.fallback:
+                raise
+            log.warning("%s", error)
+            return None
+
     def _load(self, request: Request, tag: str, schedule: Any) -> tuple[str, dict[str, Any], Report]:
         trainer, source = self._trainer, None
         try:
             source, client_state, names, report = self._together(lambda: self._open(request, tag))
-            wishes = request.wishes
+            wishes = replace(request.wishes, weights=request.custom is None)
             trainer.unusable = f"loading {source.where} did not end well, so that its weights are partly those of before"
             notes = self._together(lambda: restore(trainer, schedule, source, names, wishes))
-            trainer.unusable = ""
             trainer.parts.runtime.weights_changed(trainer.parts.runtime.units)
-            if request.custom is not None:  # it writes into gathered weights
-                load_by_user(trainer.parts, source, request.custom)
+            if request.custom is not None:
+                load_by_user(trainer.parts, source, request.custom, self._together)
+            trainer.unusable = ""
             report.notes += notes
             if report.text and self._data.index == 0:
                 log.warning("loaded %s: %s", source.where, report.text)
@@ -284,12 +311,13 @@ class Keeper:
             if isinstance(source, NativeSource):
                 trainer.parts.comm.ledger.count("checkpoint read", "disk", source.stats.bytes_read)
 
-    def _open(self, request: Request, tag: str) -> tuple[Source, dict[str, Any], dict[str, str], Report]:
-        source, client_state = open_checkpoint(request.directory, tag)
-        if request.custom is not None:
-            return source, client_state, {}, Report()
+    def _open(self, request: Request, tag: str) -> tuple[Source, dict[str, Any], dict[str, Key], Report]:
+        model = self._trainer.parts.model
+        source, client_state = open_checkpoint(request.directory, tag, trusted=request.trusted)
         try:
-            return source, client_state, *match(self._trainer.parts, source, strict=request.strict)
+            if request.custom is not None:  # only what the optimizer's state belongs to
+                return source, client_state, match(model, source, strict=False, shapes=False)[0], Report()
+            return source, client_state, *match(model, source, strict=request.strict, switch="load_module_strict")
         except BaseException:
             source.close()
             raise
@@ -315,15 +343,32 @@ def _text(error: BaseException) -> str:
     return str(error) if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}"
 
 
+def _tag_text(tag: object) -> str:
+    """A tag as text; what is none stays recognisable, for `check_tag` to refuse on every rank."""
+    return str(tag) if isinstance(tag, str | int) else repr(tag) + "/"
+
+
 def _pack(client_state: Mapping[str, Any]) -> bytes | None:
     """The user's own state as a file. What torch will not load without being told that it is safe is warned of now."""
+    if not isinstance(client_state, Mapping):
+        raise CheckpointError(explain("client_state cannot be saved", expected="a dict", found=type(client_state).__name__))
     if not client_state:
         return None
     file = io.BytesIO()
-    torch.save(dict(client_state), file)
+    torch.save(_without_numpy(dict(client_state)), file)
+    data = file.getvalue()
     try:
-        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        torch.load(io.BytesIO(data), weights_only=True)
     except Exception as error:  # noqa: BLE001 - whatever an unpickler may come across
-        reason = str(error).strip().splitlines()[0]
-        log.warning("client_state will load only after torch.serialization.add_safe_globals was called: %s", reason)
-    return file.getvalue()
+        log.warning("client_state will load only with trust_client_state=True: %s", first_line(error))
+    return data
+
+
+def _without_numpy(value: Any) -> Any:
+    """Numbers of numpy as Python's own, in lists, tuples and dicts: torch does not load them without being told."""
+    if type(value) is dict:
+        return {_without_numpy(key): _without_numpy(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_without_numpy(item) for item in value)
+    is_scalar = type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item")
+    return value.item() if is_scalar else value

@@ -6,15 +6,14 @@ Owns which tensor of the one is which of the other, and what is an error. Refuse
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
 from shardwise.checkpoint import Key, Source
 from shardwise.errors import CheckpointError, explain
-from shardwise.persistence.state import members_of
-from shardwise.trainer import Parts
 
-__all__ = ["Report", "match", "match_module"]
+__all__ = ["Report", "match", "state_of"]
 
 
 @dataclass
@@ -39,52 +38,17 @@ class Report:
         return "; ".join([*lines, *self.notes])
 
 
-def match(parts: Parts, source: Source, *, strict: bool) -> tuple[dict[str, str], Report]:
-    """Find each parameter of the model in a checkpoint.
+def match(
+    model: nn.Module, source: Source, *, strict: bool, shapes: bool = True, switch: str = "strict"
+) -> tuple[dict[str, Key], Report]:
+    """Find each parameter and persistent buffer of a model in a checkpoint, whichever of the two it is there.
 
-    Returns:
-        the name in the checkpoint of each parameter that is there, and how the two fit.
-
-    Raises:
-        CheckpointError: a parameter has another shape; or, if strict, one side has more than the other.
-    """
-    report = Report()
-    theirs = {key.name: spec for key, spec in source.specs.items() if key.kind == "weight"}
-    aliases: dict[int, list[str]] = {}
-    for name, parameter in parts.model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(parameter), []).append(name)
-    names: dict[str, str] = {}
-    for _, member in members_of(parts):
-        called = [source.facts.ties.get(name, name) for name in aliases.get(id(member.parameter), [member.name])]
-        found = next((name for name in called if name in theirs), None)
-        if found is None:
-            report.missing.append(member.name)
-            continue
-        if theirs[found].shape != member.slot.shape:
-            raise _wrong_shape(source, member.name, member.slot.shape, theirs[found].shape)
-        names[member.name] = found
-    used = set(names.values())
-    report.unexpected += [name for name in theirs if name not in used]
-    _match_buffers(parts, source, report)
-    _leave_out(source, report)
-    if strict and (report.missing or report.unexpected):
-        raise _does_not_fit(source, report)
-    return names, report
-
-
-def _match_buffers(parts: Parts, source: Source, report: Report) -> None:
-    state = parts.runtime.other_state()
-    theirs = {key.name: spec for key, spec in source.specs.items() if key.kind == "buffer"}
-    for name, value in state.items():
-        if isinstance(value, Tensor) and name in theirs and theirs[name].shape != tuple(value.shape):
-            raise _wrong_shape(source, name, tuple(value.shape), theirs[name].shape)
-    known = {*theirs, *source.facts.extra}
-    report.missing += [name for name in state if name not in known]
-    report.unexpected += [name for name in known if name not in state]
-
-
-def match_module(model: nn.Module, source: Source, *, strict: bool) -> tuple[dict[str, Key], Report]:
-    """Find each parameter and persistent buffer of any module in a checkpoint, whichever of the two it is there.
+    Args:
+        model: plain or sharded.
+        source: the checkpoint.
+        strict: whether both must have the same.
+        shapes: whether another shape is an error; otherwise it counts as missing.
+        switch: what users call `strict`.
 
     Returns:
         where the values of each are, by its first name in the module, and how the two fit.
@@ -97,7 +61,7 @@ def match_module(model: nn.Module, source: Source, *, strict: bool) -> tuple[dic
     first: dict[int, str] = {}
     ours: dict[str, list[str]] = {}
     values: dict[str, Tensor] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
+    for name, value in state_of(model).items():
         if isinstance(value, Tensor):
             values.setdefault(first.setdefault(id(value), name), value)
             ours.setdefault(first[id(value)], []).append(name)
@@ -109,15 +73,27 @@ def match_module(model: nn.Module, source: Source, *, strict: bool) -> tuple[dic
         if called is None:
             report.missing.append(name)
         elif source.specs[theirs[called]].shape != tuple(values[name].shape):
+            if not shapes:
+                report.missing.append(name)
+                continue
             raise _wrong_shape(source, name, tuple(values[name].shape), source.specs[theirs[called]].shape)
         else:
             found[name] = theirs[called]
+    for name, key in found.items():
+        ignored = [alias for alias in ours[name] if alias in theirs and theirs[alias] != key]
+        if ignored:
+            report.notes.append(f"tied to {key.name} in the model, their own values not loaded: {', '.join(ignored)}")
     known = {alias for aliases in ours.values() for alias in aliases} | {key.name for key in found.values()}
     report.unexpected += [name for name in theirs if name not in known]
     _leave_out(source, report)
     if strict and (report.missing or report.unexpected):
-        raise _does_not_fit(source, report, "strict")
+        raise _does_not_fit(source, report, switch)
     return found, report
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """All that a model has by name: its state dict, and parameters that a module leaves out of it: whatever trains is saved."""
+    return {**model.state_dict(keep_vars=True), **dict(model.named_parameters(remove_duplicate=False))}
 
 
 def _leave_out(source: Source, report: Report) -> None:
@@ -139,7 +115,7 @@ def _wrong_shape(source: Source, name: str, ours: tuple[int, ...], theirs: tuple
     )
 
 
-def _does_not_fit(source: Source, report: Report, strict: str = "load_module_strict") -> CheckpointError:
+def _does_not_fit(source: Source, report: Report, switch: str) -> CheckpointError:
     renamed = (
         f" ({len(report.missing)} and {len(report.unexpected)}: were they renamed?)"
         if report.missing and report.unexpected
@@ -156,6 +132,6 @@ def _does_not_fit(source: Source, report: Report, strict: str = "load_module_str
                 )
                 if names
             ),
-            do=f"pass {strict}=False to load what fits",
+            do=f"pass {switch}=False to load what fits",
         )
     )

@@ -19,19 +19,16 @@ from shardwise.checkpoint import Key, Source
 from shardwise.checkpoint.opening import open_path
 from shardwise.errors import CheckpointDamagedError, CheckpointError, ParameterError, ShardwiseError, explain
 from shardwise.persistence.filling import Filling
-from shardwise.persistence.match import Report, match_module
+from shardwise.persistence.match import Report, match, state_of
 from shardwise.persistence.state import flat_of
 from shardwise.trainer import Trainer
-from shardwise.zero import Buffer, Home, ReleasedParameter, State, Unit, commit, homes
+from shardwise.zero import Home, ReleasedParameter, State, Unit, commit, homes
 
 __all__ = ["load_pretrained"]
 
 log = logging.getLogger("shardwise")
 
 Result = TypeVar("Result")
-
-_STAGED = 1 << 25  # bytes that may wait in memory of their own
-_SLICE = 1 << 22  # elements that are converted at a time
 
 
 def load_pretrained(model: nn.Module, path: str | Path | Source, strict: bool = True, *, tag: str | None = None) -> Report:
@@ -69,9 +66,11 @@ def load_pretrained(model: nn.Module, path: str | Path | Source, strict: bool = 
 
 
 def _open(model: nn.Module, path: str | Path | Source, tag: str | None, strict: bool) -> tuple[Source, dict[str, Key], Report]:
+    if not (isinstance(path, str | Path) or hasattr(path, "specs")):
+        raise CheckpointError(explain("this is no checkpoint", expected="a path, or a source", found=repr(path)))
     source = open_path(path, tag) if isinstance(path, str | Path) else path
     try:
-        return source, *match_module(model, source, strict=strict)
+        return source, *match(model, source, strict=strict)
     except BaseException:
         if source is not path:
             source.close()
@@ -177,9 +176,9 @@ def _check_plain(name: str, parameter: nn.Parameter) -> None:
 
 
 def _read(model: nn.Module, source: Source, names: Mapping[str, Key]) -> None:
-    filling = Filling(source, _STAGED)
+    filling = Filling(source)
     plain: list[Tensor] = []
-    for name, value in model.state_dict(keep_vars=True).items():
+    for name, value in state_of(model).items():
         if name in names:
             home = homes.get(value)
             if home is None or home.reference() is None:
@@ -193,15 +192,9 @@ def _read(model: nn.Module, source: Source, names: Mapping[str, Key]) -> None:
     increment_version(plain)
 
 
-def _add(filling: Filling, key: Key, start: int, target: Tensor) -> None:
-    """Ask for elements, in slices, so that no more than one of them is ever converted at a time."""
-    for first in range(0, target.numel(), _SLICE):
-        filling.add(key, start + first, target[first : first + _SLICE])
-
-
 def _add_plain(filling: Filling, key: Key, value: Tensor) -> None:
     flat = flat_of(value)
-    _add(filling, key, 0, flat)
+    filling.add(key, 0, flat)
     if flat.data_ptr() != value.data_ptr():  # it is not row-major: through a copy, one tensor at a time
         shaped = torch.view_as_complex(flat.view(*value.shape, 2)) if value.is_complex() else flat.view(value.shape)
         filling.then(lambda: value.detach().copy_(shaped))
@@ -213,26 +206,5 @@ def _add_shard(filling: Filling, key: Key, home: Home) -> None:
     buffer = home.buffer
     begin, _ = buffer.interval
     for member, first, last in buffer.own_pieces():
-        if member is not home.member:
-            continue
-        master, start = buffer.precise, begin + first - member.slot.offset
-        if master.tensor is not None:
-            _add(filling, key, start, master.tensor[first:last])
-            if master.separate:
-                filling.then(_copying(buffer.shard[first:last], master.tensor[first:last]))
-            continue
-        for low in range(first, last, _SLICE):  # masters that are elsewhere
-            high = min(low + _SLICE, last)
-            filling.add_elsewhere(key, start + low - first, high - low, _storing(buffer, low, high))
-
-
-def _copying(target: Tensor, source: Tensor) -> Callable[[], object]:
-    return lambda: target.copy_(source)
-
-
-def _storing(buffer: Buffer, first: int, last: int) -> Callable[[Tensor], None]:
-    def store(values: Tensor) -> None:
-        buffer.precise.write(first, values)
-        buffer.shard[first:last].copy_(values)
-
-    return store
+        if member is home.member:
+            filling.add_weight(key, begin + first - member.slot.offset, buffer, slice(first, last))

@@ -21,7 +21,7 @@ from shardwise.errors import CheckpointError, ShardwiseError, explain
 from shardwise.persistence.filling import Filling
 from shardwise.persistence.state import COUNTERS, flat_of, optimizer_name
 from shardwise.trainer import Parts, Trainer
-from shardwise.zero import Buffer, GatheredParameters
+from shardwise.zero import GatheredParameters
 
 __all__ = ["Wishes", "load_by_user", "restore"]
 
@@ -33,17 +33,19 @@ class Wishes:
     """What to take besides weights and buffers; see `Engine.load_checkpoint`.
 
     Args:
+        weights: weights and buffers themselves.
         optimizer: its state, the options of its groups, the loss scale and random generators.
         schedule: how far the learning-rate schedule is.
         only_weights: nothing else at all.
     """
 
+    weights: bool = True
     optimizer: bool = True
     schedule: bool = True
     only_weights: bool = False
 
 
-def restore(trainer: Trainer, schedule: Any, source: Source, names: Mapping[str, str], wishes: Wishes) -> list[str]:
+def restore(trainer: Trainer, schedule: Any, source: Source, names: Mapping[str, Key], wishes: Wishes) -> list[str]:
     """Take what this rank needs from a checkpoint that fits. Collective: ranks that share memory wait for each other.
 
     Returns:
@@ -53,14 +55,15 @@ def restore(trainer: Trainer, schedule: Any, source: Source, names: Mapping[str,
         CheckpointError: a file is damaged. The engine's state is then partly old, partly new.
     """
     parts = trainer.parts
-    for unit in parts.runtime.units:
-        unit.open("load")
-    try:
-        _load_weights(parts, source, names)
-    finally:
+    if wishes.weights:
         for unit in parts.runtime.units:
-            unit.shut()
-    _load_buffers(parts, source)
+            unit.open("load")
+        try:
+            _load_weights(parts, source, names)
+        finally:
+            for unit in parts.runtime.units:
+                unit.shut()
+        _load_buffers(parts, source, names)
     parts.runtime.reducer.clear()
     trainer.window.restart()
     if wishes.only_weights:
@@ -72,13 +75,16 @@ def restore(trainer: Trainer, schedule: Any, source: Source, names: Mapping[str,
     return [*notes, *_load_facts(trainer, schedule, source.facts, wishes)]
 
 
-def load_by_user(parts: Parts, source: Source, load: Callable[..., object]) -> None:
+def load_by_user(parts: Parts, source: Source, load: Callable[..., object], together: Callable[..., Any]) -> None:
     """Let a function of the user's put weights into the model: `load(src=..., dst=...)`, on every rank. Collective.
+
+    Where it fails on one rank, it fails on all, and what it has written is not taken over.
 
     Args:
         parts: of the engine; `dst` is the model, with all its weights gathered.
         source: all weights and buffers of it, in host memory, are `src`.
         load: the function. What it writes on the first rank counts.
+        together: does something on every rank, and raises on all of them if it fails on one.
     """
     state: dict[str, Tensor] = {}
     wanted: list[Part] = []
@@ -86,51 +92,33 @@ def load_by_user(parts: Parts, source: Source, load: Callable[..., object]) -> N
         if key.kind in ("weight", "buffer"):
             state[key.name] = torch.empty(spec.shape, dtype=spec.dtype)
             wanted.append(Part(key, spec, 0, flat_of(state[key.name])))
-    source.read(wanted)
+    together(lambda: source.read(wanted))
     state.update({alias: state[name] for alias, name in source.facts.ties.items() if name in state})
     with GatheredParameters(parts.model.parameters(), modifier_rank=parts.mesh.data.ranks[0]):
-        load(src=state, dst=parts.model)
+        together(lambda: load(src=state, dst=parts.model))
 
 
-def _load_weights(parts: Parts, source: Source, names: Mapping[str, str]) -> None:
+def _load_weights(parts: Parts, source: Source, names: Mapping[str, Key]) -> None:
     filling = Filling(source)
     for unit in parts.runtime.units:
         for buffer in unit.buffers:
             start, _ = buffer.interval
             for member, first, last in buffer.own_pieces():
                 if member.name in names:
-                    key, begin = Key("weight", names[member.name]), start + first - member.slot.offset
-                    _load_weight(filling, key, begin, buffer, slice(first, last))
+                    begin = start + first - member.slot.offset
+                    filling.add_weight(names[member.name], begin, buffer, slice(first, last))
     filling.run()
 
 
-def _load_weight(filling: Filling, key: Key, begin: int, buffer: Buffer, place: slice) -> None:
-    """Elements of the masters, and the weights that follow them."""
-    master, weight = buffer.precise, buffer.shard[place]
-    if master.tensor is not None:
-        filling.add(key, begin, master.tensor[place])
-        if master.separate:
-            filling.then(_copying(weight, master.tensor[place]))
-        return
-
-    def store(values: Tensor) -> None:
-        master.write(place.start, values)
-        weight.copy_(values)
-
-    filling.add_elsewhere(key, begin, len(weight), store)
-
-
-def _copying(target: Tensor, source: Tensor) -> Callable[[], object]:
-    return lambda: target.copy_(source)
-
-
-def _load_buffers(parts: Parts, source: Source) -> None:
+def _load_buffers(parts: Parts, source: Source, names: Mapping[str, Key]) -> None:
+    """Those of the first rank, or this rank's own where they differed and as many ranks load as have saved."""
     filling = Filling(source)
+    ranks = _ranks_of(source)
     for name, value in parts.runtime.other_state().items():
-        key = Key("buffer", name)
-        if isinstance(value, Tensor) and key in source.specs:
+        if isinstance(value, Tensor) and name in names:
             flat = flat_of(value)
-            filling.add(key, 0, flat)
+            own = Key("local", names[name].name, str(parts.mesh.data.index))
+            filling.add(own if own in source.specs and ranks == parts.mesh.data.size else names[name], 0, flat)
             if flat.data_ptr() != value.data_ptr():
                 filling.then(_unflatten(value, flat))
         elif name in source.facts.extra:
@@ -143,7 +131,7 @@ def _unflatten(value: Tensor, flat: Tensor) -> Callable[[], object]:
     return lambda: value.detach().copy_(shaped)
 
 
-def _load_optimizer(parts: Parts, source: Source, names: Mapping[str, str]) -> list[str]:
+def _load_optimizer(parts: Parts, source: Source, names: Mapping[str, Key]) -> list[str]:
     assert parts.step_path is not None
     ours, theirs = optimizer_name(parts), source.facts.origin.get("optimizer", "")
     states: dict[str, list[str]] = {}
@@ -151,23 +139,36 @@ def _load_optimizer(parts: Parts, source: Source, names: Mapping[str, str]) -> l
         if key.kind == "optimizer":
             states.setdefault(key.name, []).append(key.state)
     if ours != theirs and theirs and (states or source.facts.steps):
-        raise CheckpointError(
-            explain(
-                f"the optimizer state in {source.where} is of another optimizer",
-                expected=ours,
-                found=theirs,
-                do="pass load_optimizer_states=False to begin with fresh optimizer state",
-            )
+        raise _other_optimizer(source, ours, theirs)
+    known, found = parts.step_path.driver.state_names(), {state for each in states.values() for state in each}
+    if not theirs and known is not None and not found <= known:
+        raise _other_optimizer(
+            source, f"{ours} (state {', '.join(sorted(known)) or 'none'})", f"state {', '.join(sorted(found))}"
         )
     filling, fresh = Filling(source), set[str]()
     for number, shard in enumerate(parts.shards):
         for position, piece in enumerate(shard.pieces):
-            name = names.get(piece.name)
+            name = names[piece.name].name if piece.name in names else None
             if name is not None and name not in source.facts.steps and name not in states:
                 fresh.add(piece.name)
             _load_piece(parts, filling, (number, position), name, states.get(name or "", []))
     filling.run()
-    return [f"without optimizer state in the checkpoint: {', '.join(sorted(fresh))}"] if fresh and states else []
+    return (
+        [f"without optimizer state in the checkpoint: {', '.join(sorted(fresh))}"]
+        if fresh and (states or source.facts.counters.get("global_steps"))
+        else []
+    )
+
+
+def _other_optimizer(source: Source, ours: str, theirs: str) -> CheckpointError:
+    return CheckpointError(
+        explain(
+            f"the optimizer state in {source.where} is of another optimizer",
+            expected=ours,
+            found=theirs,
+            do="pass load_optimizer_states=False to begin with fresh optimizer state",
+        )
+    )
 
 
 def _load_piece(parts: Parts, filling: Filling, place: tuple[int, int], name: str | None, states: list[str]) -> None:
@@ -193,10 +194,15 @@ def _load_piece(parts: Parts, filling: Filling, place: tuple[int, int], name: st
             filling.add_elsewhere(Key("optimizer", name, state), piece.offset, length, store)
 
 
+def _ranks_of(source: Source) -> int:
+    """How many ranks have saved; 0 for a checkpoint of another program."""
+    return sum(each.kind == "random" for each in source.specs)
+
+
 def _load_random_state(parts: Parts, source: Source) -> None:
     """Only on as many ranks as saved it: with others, samples meet other ranks in any case."""
     key = Key("random", str(parts.mesh.data.index))
-    if sum(each.kind == "random" for each in source.specs) != parts.mesh.data.size:
+    if _ranks_of(source) != parts.mesh.data.size:
         if parts.mesh.data.index == 0:
             log.info("random generators are left as they are: %s was saved on another number of ranks", source.where)
         return
@@ -224,10 +230,13 @@ def _load_facts(trainer: Trainer, schedule: Any, facts: Facts, wishes: Wishes) -
         if facts.loss_scale:
             parts.scaler.load_state_dict(facts.loss_scale)
     if wishes.schedule and facts.schedule:
-        if hasattr(schedule, "load_state_dict"):
-            schedule.load_state_dict(facts.schedule)
-        else:
+        saved = facts.origin.get("schedule") or type(schedule).__name__
+        if schedule is None or not hasattr(schedule, "load_state_dict"):
             notes.append("the checkpoint has a learning-rate schedule, and the engine has none")
+        elif saved != type(schedule).__name__:
+            notes.append(f"the learning-rate schedule is left as it is: the checkpoint's is of another kind, {saved}")
+        else:
+            schedule.load_state_dict(facts.schedule)
     if facts.loader and hasattr(parts.data_loader, "load_state_dict"):
         try:
             parts.data_loader.load_state_dict(facts.loader)

@@ -14,6 +14,8 @@ from shardwise.zero import Buffer, Member, as_storage
 
 __all__ = ["COUNTERS", "flat_of", "members_of", "optimizer_name"]
 
+_SAME_STATE = {"AdamW": "Adam"}
+
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 """What a trainer counts."""
 
@@ -34,4 +36,5 @@ def flat_of(value: Tensor) -> Tensor:
 
 def optimizer_name(parts: Parts) -> str:
     """What tells whether the state of one optimizer means something to another; empty without one."""
-    return "" if parts.step_path is None else parts.step_path.driver.name
+    name = "" if parts.step_path is None else parts.step_path.driver.name
+    return _SAME_STATE.get(name, name)

@@ -84,20 +84,17 @@ class Measurement:
         return min(close, key=lambda trial: (trial.settings.buffer_size, -trial.speed.both))
 
     def config(self) -> dict[str, Any]:
-        """The sections of a Shardwise configuration that use what was found. `buffer_size` counts 16-bit elements there."""
+        """The sections of a Shardwise configuration that use what was found."""
         settings, device = self.best.settings, {"device": "nvme", "nvme_path": str(self.directory)}
         pipeline = {"pipeline_read": settings.pipeline_read, "pipeline_write": settings.pipeline_write}
-        buffers = {"buffer_count": settings.buffer_count}
+        buffers = {"buffer_count": settings.buffer_count, "buffer_size": settings.buffer_size}
         return {
             "aio": {
                 "block_size": settings.block_bytes,
                 "queue_depth": settings.queue_depth,
                 "intra_op_parallelism": settings.threads,
             },
-            "zero_optimization": {
-                "offload_optimizer": {**device, **buffers, **pipeline},
-                "offload_param": {**device, **buffers, "buffer_size": settings.buffer_size // 2},
-            },
+            "zero_optimization": {"offload_optimizer": {**device, **buffers, **pipeline}},
         }
 
 

@@ -76,7 +76,7 @@ def _reason(failed: CheckpointException, directory: Path) -> BaseException:
 
 def _model(source: Source, places: dict[str, Key]) -> dict[str, Tensor]:
     """The model's part, with tensors that have no values yet."""
-    found = {key.name: key for key in source.specs if key.kind != "optimizer"}
+    found = {key.name: key for key in source.specs if key.kind in ("weight", "buffer")}
     for name, first in source.facts.ties.items():
         if first in found:
             found.setdefault(name, found[first])

@@ -20,6 +20,21 @@ from shardwise.optim.loss_scale import LossScale
 __all__ = ["COUNTERS", "make_facts"]
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+# Of a parameter group: what is not an option.
+_NAMES = ("params", "param_names", "step")
+# Of a loss scaler.
+_SCALER = (
+    "cur_scale",
+    "dynamic",
+    "dynamic_loss_scale",
+    "scale_window",
+    "cur_iter",
+    "last_overflow_iter",
+    "delayed_shift",
+    "consecutive_hysteresis",
+    "min_scale",
+    "cur_hysteresis",
+)
 
 
 def make_facts(state: Mapping[str, Any], optimizer: Mapping[str, Any], found: Optimized, files: Files) -> Facts:
@@ -42,9 +57,6 @@ def make_facts(state: Mapping[str, Any], optimizer: Mapping[str, Any], found: Op
     _note_state(facts, optimizer, found, files)
     facts.origin = {"format": "deepspeed", "version": str(state.get("ds_version", "")), "left_out": list(found.left_out)}
     return facts
-
-
-_NAMES = ("params", "param_names", "step")
 
 
 def _note_state(facts: Facts, optimizer: Mapping[str, Any], found: Optimized, files: Files) -> None:
@@ -89,20 +101,6 @@ def _loss_scale(optimizer: Mapping[str, Any], files: Files) -> dict[str, Any]:
 
 def _finite(values: Mapping[str, Any]) -> dict[str, int | float]:
     return {key: value for key, value in values.items() if isinstance(value, int | float) and math.isfinite(value)}
-
-
-_SCALER = (
-    "cur_scale",
-    "dynamic",
-    "dynamic_loss_scale",
-    "scale_window",
-    "cur_iter",
-    "last_overflow_iter",
-    "delayed_shift",
-    "consecutive_hysteresis",
-    "min_scale",
-    "cur_hysteresis",
-)
 
 
 def _schedule(state: Mapping[str, Any], files: Files) -> dict[str, Any]:
