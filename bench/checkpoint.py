@@ -6,6 +6,8 @@ Every way saves the same model, in fp32, with AdamW's two moments: 12 bytes a pa
 take turns in an order that rotates; their processes stay alive between turns while memory allows. All write to the same
 directory, whose disk decides much: compare the rows of one run with each other.
 
+The first save of new processes is not timed, as buffers are made in it that stay; it is the one whose memory counts.
+
 What the columns say (medians over turns; the slowest rank counts):
   save        until the call returns. For a save in the background, that is how long training stalls
   on disk     until all is written and every file is synced, counted from the same start
@@ -90,7 +92,7 @@ class Turns:
         self._count += 1
         try:
             if crew is None:
-                crew = self._start(way)
+                crew = self._start(way, row)
             with tempfile.TemporaryDirectory(dir=self._folder) as directory:
                 self._turn(crew, Path(directory), row)
             self._say(
@@ -111,12 +113,15 @@ class Turns:
             crew.close()
         self._alive.clear()
 
-    def _start(self, way: Way) -> Crew:
+    def _start(self, way: Way, row: Row) -> Crew:
         folder = self._folder / f"{self._count}-{way.system.name}"
         folder.mkdir()
         crew = Crew(way.system, self._task, folder, SavingRank)
         for request in ("prepare", "connect", "build", "train"):
             crew.ask(request)
+        with tempfile.TemporaryDirectory(dir=self._folder) as directory:
+            row.save_peak.append(_peak(crew.ask("save", Path(directory))))
+            crew.ask("wait")
         return crew
 
     def _turn(self, crew: Crew, path: Path, row: Row) -> None:
@@ -133,7 +138,6 @@ class Turns:
             seconds.append(_seconds(loads[-1]))
             if crew.ask("fingerprint") != before:
                 raise CrewError("what was loaded is not what was saved")
-        row.save_peak.append(_peak(saved))
         row.load_peak.append(max(map(_peak, loads)))
 
     def _keep(self, crew: Crew) -> None:
