@@ -366,9 +366,9 @@ class Engine(nn.Module):
             module.__dict__.pop("forward", None)
         self._compiled.clear()
         try:
-            self._trainer.close(restore=restore)
+            self._keeper.close()  # first: it asks whether the other ranks are still there
         finally:
-            self._keeper.close()
+            self._trainer.close(restore=restore)
 
     def __enter__(self) -> Engine:
         return self

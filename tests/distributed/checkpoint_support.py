@@ -6,6 +6,8 @@ any number of ranks.
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import shardwise
 from shardwise import Engine, zero
 from tests.distributed.scenario_support import settings
 
-__all__ = ["BATCH", "Rich", "go_on", "open_engine", "state_of", "train_on"]
+__all__ = ["BATCH", "Rich", "die_in_write", "go_on", "open_engine", "state_of", "train_on"]
 
 BATCH = 12
 """Samples of a step; divisible by 1, 2, 3 and 4 ranks."""
@@ -147,3 +149,14 @@ def go_on(stage: int, directory: Path) -> None:
         same(state_of(engine), before)
         train_on(engine, 3, first=3)
         same(state_of(engine), expected, tolerance=1e-6)
+
+
+def die_in_write() -> None:
+    """Have this process killed when it is about to sync a file."""
+    from shardwise.checkpoint import datafile
+
+    def dies(*args: Any) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    datafile.os.fsync = dies  # this process ends here

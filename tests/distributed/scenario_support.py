@@ -6,8 +6,10 @@ plain PyTorch over the whole batch is what the ranks together must reproduce.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,6 +41,7 @@ __all__ = [
     "squares",
     "start",
     "train",
+    "warnings_logged",
 ]
 
 STAGES = (0, 1, 2, 3)
@@ -176,3 +179,17 @@ def as_values(state: Mapping[Any, Any]) -> list[Any]:
 def end_process() -> None:
     """What was in flight when the ranks parted never ends, and gloo waits for it at the end of a group. All was checked."""
     os._exit(0)
+
+
+@contextmanager
+def warnings_logged() -> Iterator[list[str]]:
+    """What Shardwise logs on this rank from warnings up."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("shardwise")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)

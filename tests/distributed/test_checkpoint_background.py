@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from shardwise.errors import CheckpointError
 from shardwise.persistence import keeper
-from tests.distributed.checkpoint_support import open_engine, same, state_of, train_on
+from tests.distributed.checkpoint_support import die_in_write, open_engine, same, state_of, train_on
 from tests.harness import ranks
 
 ASYNC = {"async": True}
@@ -119,6 +120,22 @@ def test_an_error_on_one_rank_is_told_on_all_at_the_next_call(bad: int, tmp_path
         engine.save_checkpoint(tmp_path, tag="next")
         engine.wait_for_checkpoint()
         assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step1", "latest", "next"]
+
+
+@ranks(2, dies=(1,))
+def test_the_end_does_not_wait_for_a_rank_that_was_killed(tmp_path: Path) -> None:
+    engine = open_engine(3, checkpoint=ASYNC)
+    train_on(engine, 1)
+    engine.save_checkpoint(tmp_path, tag="whole")
+    engine.wait_for_checkpoint()
+    if dist.get_rank() == 1:
+        die_in_write()
+    engine.save_checkpoint(tmp_path, tag="part")
+    began = time.monotonic()
+    with pytest.raises(CheckpointError, match="rank 1 has ended before its part was written"):
+        engine.destroy(restore=False)
+    assert time.monotonic() - began < 10  # the watchdog would wait for five minutes
+    assert (tmp_path / "latest").read_text() == "whole"
 
 
 END = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import CheckpointDamagedError, CheckpointError, DivergenceError, PeerLostError, StallError, UsageError
-from tests.distributed.checkpoint_support import open_engine, same, state_of, train_on
+from tests.distributed.checkpoint_support import die_in_write, open_engine, same, state_of, train_on
 from tests.distributed.scenario_support import end_process
 from tests.harness import ranks
 
@@ -80,16 +79,6 @@ def test_a_rank_that_dies_while_it_writes_leaves_the_checkpoint_before(tmp_path:
     assert (tmp_path / "latest").read_text() == "global_step1"
     assert [name for name in names_in(tmp_path) if not name.startswith(".")] == ["global_step1", "latest"]
     engine.destroy(restore=False)
-
-
-def die_in_write() -> None:
-    from shardwise.checkpoint import datafile
-
-    def dies(*args: Any) -> int:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return 0
-
-    datafile.os.fsync = dies  # this process ends here
 
 
 @ranks(2, dies=(0, 1))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +14,10 @@ import shardwise
 from shardwise.checkpoint.datafile import BLOCK
 from shardwise.errors import CheckpointError, UsageError
 from tests.distributed.checkpoint_support import BATCH, build_rich, grouped, open_engine, same, state_of, train_on
-from tests.distributed.scenario_support import settings
+from tests.distributed.scenario_support import settings, warnings_logged
 from tests.harness import ranks, run_on_ranks
 
 STAGES = (0, 1, 2, 3)
-
-
-@contextmanager
-def logged(level: int = logging.WARNING) -> Iterator[list[str]]:
-    """What this package logs meanwhile."""
-    lines: list[str] = []
-    handler = logging.Handler(level)
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("shardwise")
-    logger.addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
 
 
 def weights(state: dict[str, Any]) -> dict[str, Any]:
@@ -118,7 +101,7 @@ def test_a_model_with_other_parameters(tmp_path: Path) -> None:
         )
         with pytest.raises(CheckpointError, match=told):
             engine.load_checkpoint(tmp_path)
-        with logged() as lines:
+        with warnings_logged() as lines:
             engine.load_checkpoint(tmp_path, load_module_strict=False)
         if dist.get_rank() == 0:
             assert "not in the checkpoint, left as it is: come.weight; not in the model, not loaded: gone.weight" in lines[0]
@@ -186,7 +169,7 @@ def test_frozen_weights_can_be_left_out(tmp_path: Path) -> None:
         saved = state_of(engine)
         engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
     with open_engine(0) as engine:
-        with logged() as lines:
+        with warnings_logged() as lines:
             engine.load_checkpoint(tmp_path)
         same(state_of(engine), saved)  # they are as they were built
         if dist.get_rank() == 0:
@@ -246,7 +229,7 @@ def test_other_parameter_groups(tmp_path: Path) -> None:
     with shardwise.initialize(
         model=model, optimizer=lambda params: torch.optim.AdamW(params, lr=9.0), model_parameters=one, config=config
     )[0] as engine:
-        with logged() as lines:
+        with warnings_logged() as lines:
             engine.load_checkpoint(tmp_path)
         assert engine.get_lr() == [9.0]
         if dist.get_rank() == 0:
@@ -431,7 +414,7 @@ def test_whole_weights_for_others(stage: int, precision: str, tmp_path: Path) ->
 def test_after_an_unfinished_window_and_after_the_end(tmp_path: Path) -> None:
     with open_engine(2, accumulation=2) as engine:
         train_on(engine, 1)  # half a window
-        with logged() as lines:
+        with warnings_logged() as lines:
             engine.save_checkpoint(tmp_path)
         assert "gradients of an accumulation window that is not complete are not part of a checkpoint" in lines
         train_on(engine, 1)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -33,6 +30,7 @@ from tests.distributed.scenario_support import (
     sgd,
     squares,
     start,
+    warnings_logged,
 )
 from tests.harness import ranks
 
@@ -71,20 +69,6 @@ def everything(engine: Engine) -> list[Any]:
     """All that a skipped step must leave alone: weights, masters, moments and step counts, learning rates."""
     assert engine.optimizer is not None
     return [full(engine), masters(engine), as_values(engine.optimizer.state), engine.get_lr()]
-
-
-@contextmanager
-def warnings_logged() -> Iterator[list[str]]:
-    """What Shardwise logs on this rank from warnings up."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("shardwise")
-    logger.addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
 
 
 # ---- norm and clipping

@@ -326,7 +326,7 @@ for kind, dtype in (("safetensors", "fp32"), ("safetensors", "bf16"), ("torch", 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel tells no high-water mark")
 def test_less_than_one_tensor_is_in_memory(tmp_path: Path) -> None:
-    size = 32_000_000
+    size = 80_000_000
     large = {Key("weight", f"layer.{number}"): torch.full((size // 4000, 1000), float(number)) for number in range(2)}
     write_run(tmp_path / "run", "large", large, Facts()).close()
     write_run(tmp_path / "run", "small", {Key("weight", "w"): torch.ones(3)}, Facts()).close()

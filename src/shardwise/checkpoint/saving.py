@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,12 +116,18 @@ class ByFiles:
     """An exchange through the directory itself, for threads that must not take part in collectives while a model trains.
 
     A rank that is done has its share there under its final name. Only the first rank waits: until all are there, or one has
-    said that it failed, or nothing in the directory has changed for `patience_s`.
+    said that it failed, or has ended, or nothing in the directory has changed for `patience_s`.
+
+    Args:
+        to: where the checkpoint goes.
+        patience_s: seconds.
+        ended: ranks, by their number in the save, whose process is known to be no more.
     """
 
-    def __init__(self, to: Destination, patience_s: float) -> None:
+    def __init__(self, to: Destination, patience_s: float, ended: Callable[[], Collection[int]] = tuple) -> None:
         self._to = to
         self._patience_s = patience_s
+        self._ended = ended
 
     def collect(self, problem: str) -> list[str]:
         """See `Exchange.collect`."""
@@ -135,11 +141,14 @@ class ByFiles:
         problems = [problem] * (not missing) or [problem]
         changed, before = time.monotonic(), -1
         while missing and not problem:
+            lost = missing.intersection(self._ended())  # before looking: what they wrote at the end counts
             for rank in sorted(missing):
                 if _share(self._to.written, rank).exists():
                     missing.discard(rank)
                 elif _failed(self._to.written, rank).exists():
                     return [*problems, f"rank {rank} could not write its part (its log says why)"]
+            if lost & missing:
+                return [*problems, f"rank {min(lost & missing)} has ended before its part was written"]
             size = _size(self._to.written)
             if size != before:
                 changed, before = time.monotonic(), size

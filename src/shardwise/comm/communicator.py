@@ -198,6 +198,10 @@ class Comm:
             self._guard.note(line.lane, event)
         self._count(axis, event)
 
+    def ended(self) -> list[int]:
+        """Other ranks whose process is known to have ended: only those of this machine can be. Asks nobody."""
+        return [] if self._guard is None else self._guard.ended()
+
     def patient(self, seconds: float) -> AbstractContextManager[None]:
         """Allow collectives so many seconds beyond the watchdog, where ranks have long work of different length before them."""
         return nullcontext() if self._guard is None else self._guard.patient(seconds)

@@ -239,6 +239,10 @@ class Guard:
 
     # What follows runs only when there is something to ask, to wait for, or to complain about.
 
+    def ended(self) -> list[int]:
+        """Other ranks whose process is known to have ended. May be asked from any thread."""
+        return self._channel.gone(self._axis.ranks)
+
     @contextmanager
     def patient(self, seconds: float) -> Generator[None]:
         """Allow so many seconds more, where ranks are known to have long work between collectives."""

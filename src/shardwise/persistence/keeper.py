@@ -88,6 +88,10 @@ class Keeper:
     def _gather(self, text: Any, name: str) -> list[Any]:
         return self._trainer.parts.comm.all_gather_object(text, self._data, name)
 
+    def _ended(self) -> list[int]:
+        """Ranks whose process is no more, by their place among the data ranks."""
+        return [self._data.ranks.index(rank) for rank in self._trainer.parts.comm.ended()]
+
     @property
     def busy(self) -> bool:
         """Whether a save goes on in the background here."""
@@ -120,7 +124,7 @@ class Keeper:
         if self._options.asynchronous:
             patience = trainer.parts.config.watchdog_s + self._allowance
             self._background = Background(
-                lambda: write_checkpoint(contents, to, ByFiles(to, patience)), f"shardwise-checkpoint-{name}"
+                lambda: write_checkpoint(contents, to, ByFiles(to, patience, self._ended)), f"shardwise-checkpoint-{name}"
             )
         else:
             with trainer.parts.comm.patient(self._allowance):
@@ -226,8 +230,8 @@ class Keeper:
             CheckpointError: it failed here, and nobody was told yet.
         """
         self._finish()
-        self._trainer.parts.comm.ledger.drop("checkpoint copy", self._snapshot.nbytes)
-        self._snapshot = Snapshot()
+        snapshot, self._snapshot = self._snapshot, Snapshot()
+        self._trainer.parts.comm.ledger.drop("checkpoint copy", snapshot.nbytes)
         earlier = self._take_earlier()
         if earlier:
             raise CheckpointError(earlier)

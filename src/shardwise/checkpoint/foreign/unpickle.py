@@ -171,6 +171,13 @@ class _Unpickler(pickle.Unpickler):
         return self._storage(pid)
 
 
+def _member(owner: Any, name: Any) -> Record:
+    """A member of an enumeration, which some versions of Python write as `getattr` of its class. Nothing else has any here."""
+    if not (isinstance(owner, type) and issubclass(owner, Record) and isinstance(name, str)):
+        raise TypeError(f"the attribute {name!r} of {owner!r}")
+    return owner(name)
+
+
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any, dtype: torch.dtype | None = None) -> StridedTensor:
     dtype = dtype or storage.dtype
     if not isinstance(storage, Storage) or not isinstance(dtype, torch.dtype):
@@ -260,6 +267,7 @@ _MAKERS: dict[str, _Maker] = {
     name: _Maker(make)
     for name, make in {
         **{f"{module}.{name}": make for module in ("builtins", "__builtin__") for name, make in _BUILTINS.items()},
+        **{f"{module}.getattr": _member for module in ("builtins", "__builtin__")},
         **_TENSORS,
         "torch.Size": _concrete(tuple),
         "torch.device": _device,
