@@ -108,6 +108,10 @@ def test_two_engines_of_one_process_group_used_in_different_orders(warm: int, sh
     with soon(DivergenceError, crossed if share else f"{mixed}|{crossed}"):
         for comm in order:
             use(comm, axis, "embed", "head")
+    # What a rank that has closed both would be seen to do is another error.
+    store, told = dist.distributed_c10d._get_default_store(), f"told {warm} {share} {axis.size}"
+    store.add(told, 1)
+    until(lambda: store.add(told, 0) >= axis.size)
     if not share:
         for comm in order:
             with pytest.raises(UsageError, match="cannot be used again: found the reason: "):

@@ -8,6 +8,7 @@ is killed at whatever moment, a directory under a tag is complete. Refuses to kn
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import re
@@ -64,10 +65,10 @@ class Folder:
         """The tags of all complete checkpoints of this package's format, the newest first."""
         found: list[tuple[float, str]] = []
         with suppress(OSError):
-            for entry in os.scandir(self.path):
-                written = None if entry.name.startswith(".") else Index.when(Path(entry.path) / INDEX)
+            for path in list(self.path.iterdir()):
+                written = None if path.name.startswith(".") else Index.when(path / INDEX)
                 if written is not None:
-                    found.append((written, entry.name))
+                    found.append((written, path.name))
         return [tag for _, tag in sorted(found, reverse=True)]
 
     def latest(self) -> str | None:
@@ -172,7 +173,7 @@ class Folder:
                 self._replace(written, target)
             else:
                 sync_directory(written)
-                written.rename(target)
+                self._rename_or_replace(written, target)
                 sync_directory(self.path)
         except OSError as error:
             raise refuse(target, error, 0) from error
@@ -184,8 +185,16 @@ class Folder:
                 do = f"load it with tag={tag!r}, and remove what is in the way"
                 raise CheckpointError(explain(problem, found=error.strerror or str(error), do=do)) from error
 
+    def _rename_or_replace(self, written: Path, target: Path) -> None:
+        try:
+            written.rename(target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            self._replace(written, target)  # another save has just taken the name
+
     def _replace(self, written: Path, target: Path) -> None:
-        leaving = self.path / f".{target.name}.{_LEAVING}-{_owner()}"
+        leaving = self.path / f".{target.name}.{uuid4().hex[:8]}.{_LEAVING}-{_owner()}"
         if _exchange(written, target):
             sync_directory(self.path)
             written.rename(leaving)
@@ -232,7 +241,7 @@ class Folder:
         gone: list[str] = []
         for tag in tags:
             if tag not in kept and self._is_readable(tag):
-                leaving = self.path / f".{tag}.{_LEAVING}-{_owner()}"
+                leaving = self.path / f".{tag}.{uuid4().hex[:8]}.{_LEAVING}-{_owner()}"
                 with suppress(OSError):
                     (self.path / tag).rename(leaving)
                     gone.append(tag)
@@ -279,7 +288,7 @@ class Folder:
         """Tag, kind and path of what dead processes have left."""
         if not self.path.is_dir():
             return []
-        found = [(*_parse(entry.name), Path(entry.path)) for entry in os.scandir(self.path)]
+        found = [(*_parse(path.name), path) for path in list(self.path.iterdir())]
         return [(tag, kind, path) for tag, kind, owner, path in found if kind and _is_dead(owner, path)]
 
 

@@ -176,11 +176,19 @@ def write_checkpoint(contents: Contents, to: Destination, exchange: Exchange, pr
     if to.rank == 0:
         problem = problem or _attempt(lambda: _complete(contents, to))
         if problem:
-            shutil.rmtree(to.written, ignore_errors=True)
+            _remove(to.written)
     # The first rank may have failed after all had written.
     problem = exchange.announce(problem) or problem
     if problem:
         raise CheckpointError(explain(f"saving checkpoint {to.tag!r} failed", found=problem.rstrip(".")))
+
+
+def _remove(directory: Path) -> None:
+    """Remove what was written; again for a while, as other ranks may still be writing into it."""
+    limit = time.monotonic() + 10.0
+    while directory.exists() and time.monotonic() < limit:
+        shutil.rmtree(directory, ignore_errors=True)
+        time.sleep(0.0 if not directory.exists() else _POLL_S)
 
 
 def _attempt(work: Callable[[], object]) -> str:
@@ -263,7 +271,7 @@ def _failed(directory: Path, rank: int) -> Path:
 def _size(directory: Path) -> int:
     """Bytes in a directory, to see whether somebody is at work."""
     total = 0
-    with suppress(OSError):
-        for entry in os.scandir(directory):
+    with suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
             total += entry.stat().st_size + 1
     return total
