@@ -10,7 +10,6 @@ import random
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any, cast
 from zlib import crc32
 
@@ -157,7 +156,7 @@ def _facts(trainer: Trainer, schedule: Any, extra: dict[str, Any], without_froze
             if buffer.key.dtype != buffer.precise.dtype
         },
         origin={
-            "shardwise": version("shardwise"),
+            "shardwise": sys.modules["shardwise"].__version__,  # also where the package runs without being installed
             "torch": str(torch.__version__),
             "stage": parts.policy.stage.number,
             "ranks": parts.mesh.data.size,
